@@ -1,0 +1,51 @@
+"""The KV cache as a value: extended without copying, branched and rolled back at will.
+
+A cache is a list with one entry per block. An entry is (kv, views). kv, [2, n_head, n_past, d_head] float32, holds the
+keys kv[0] and values kv[1] of the first n_past positions; it is a view of a buffer that has room for a whole window.
+Caches that share a buffer share the list `views` of weak references, one to the kv of each of them.
+
+Why this is safe: rows behind the longest living kv of a buffer are visible to nobody, so the longest may grow into them
+in place; any other is first copied to a buffer of its own. No row that a cache shows is ever written again.
+(Keep the cache, not an array sliced out of it: only the kv of a cache counts as living.)
+"""
+
+import weakref
+
+import numpy as np
+
+
+def first_rows(buffer, n, views):
+    """The entry that shows the first n rows of the buffer."""
+    kv = buffer[:, :, :n]  # [2, n_head, n_room, d_head] -> [2, n_head, n, d_head]
+    views[:] = [view for view in views if view() is not None] + [weakref.ref(kv)]
+    return kv, views
+
+
+def empty_entry(n_head, d_head, n_room):
+    """An entry of 0 positions with room for n_room. The memory is reserved now and touched only as it fills."""
+    return first_rows(np.empty((2, n_head, n_room, d_head), np.float32), 0, [])
+
+
+def extend(entry, kv_new):
+    """The entry with new positions behind the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
+    kv, views = entry
+    buffer, n_past, n_seq = kv.base, kv.shape[2], kv.shape[2] + kv_new.shape[2]
+    longest = max(0 if view() is None else view().shape[2] for view in views)
+    if longest > n_past or n_seq > buffer.shape[2]:
+        n_room = buffer.shape[2] if n_seq <= buffer.shape[2] else 2 * n_seq
+        buffer, views = np.empty((2, kv.shape[1], n_room, kv.shape[3]), np.float32), []
+        buffer[:, :, :n_past] = kv
+    buffer[:, :, n_past:n_seq] = kv_new
+    return first_rows(buffer, n_seq, views)
+
+
+def cached_length(kvcache):
+    """The number of positions that a cache holds; None is a cache of 0."""
+    return kvcache[0][0].shape[2] if kvcache else 0
+
+
+def truncate(kvcache, n):
+    """The cache of the first n positions. Copies nothing; ValueError if it holds fewer."""
+    if not 0 <= n <= cached_length(kvcache):
+        raise ValueError(f"can't cut a cache of {cached_length(kvcache)} positions to {n}")
+    return [first_rows(kv.base, n, views) for kv, views in kvcache]

@@ -1,0 +1,93 @@
+"""From logits to a token id: greedy, or drawn after temperature, top-k and top-p (in this order)."""
+
+import math
+
+import numpy as np
+
+
+def greedy(logits):
+    """logits: [n_vocab] -> the id of the largest; the first one of equals."""
+    return int(logits.argmax())
+
+
+def scaled(logits, temperature):
+    """Divided by the temperature, the largest moved to 0 first, so that no temperature above 0 overflows it."""
+    logits = logits - logits.max()  # [n_vocab]
+    with np.errstate(
+        over="ignore"
+    ):  # a tiny temperature sends all but the largest to -inf: probability 0, as it should
+        return logits / np.float32(max(temperature, np.finfo(np.float32).tiny))
+
+
+def keep_top_k(logits, top_k):
+    """All but the top_k largest become -inf; what equals the smallest kept stays too (Fan et al. 2018)."""
+    if top_k >= len(logits):
+        return logits
+    threshold = np.partition(logits, -top_k)[-top_k]
+    return np.where(logits < threshold, np.float32(-np.inf), logits)
+
+
+def keep_top_p(logits, top_p):
+    """The fewest most probable ids whose probabilities reach top_p stay, at least one; the rest become -inf.
+
+    Nucleus sampling (Holtzman et al., arXiv 1904.09751).
+    """
+    if top_p >= 1:
+        return logits
+    order = np.argsort(-logits, kind="stable")  # [n_vocab], most probable first
+    p = probabilities(logits[order])
+    reached_before = np.cumsum(p) - p  # [n_vocab], the sum of all that come before
+    drop = reached_before >= top_p
+    drop[0] = False
+    kept = logits.copy()
+    kept[order[drop]] = -np.inf
+    return kept
+
+
+def probabilities(logits):
+    """[n_vocab] -> [n_vocab] float64: sums over 50,257 entries decide here, and nothing after them is float32 work."""
+    e = np.exp(logits.astype(np.float64) - logits.max())
+    return e / e.sum()
+
+
+def distribution(logits, temperature=1.0, top_k=None, top_p=None):
+    """The probabilities that a token is drawn from. logits: [n_vocab] -> [n_vocab] float64, sum 1."""
+    logits = scaled(logits, temperature)
+    if top_k is not None:
+        logits = keep_top_k(logits, top_k)
+    if top_p is not None:
+        logits = keep_top_p(logits, top_p)
+    return probabilities(logits)
+
+
+def sample(logits, rng, temperature=1.0, top_k=None, top_p=None):
+    """Draws an id from that distribution with one uniform number of rng, a numpy.random.Generator."""
+    cumulative = np.cumsum(distribution(logits, temperature, top_k, top_p))  # [n_vocab]
+    just_below = np.nextafter(cumulative[-1], 0)  # so that rounding never reaches past the last id
+    return int(np.searchsorted(cumulative, rng.random() * just_below, side="right"))
+
+
+def check_settings(temperature=None, top_k=None, top_p=None, seed=None):
+    """ValueError, naming the setting and its value, for one that can't be meant."""
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature must be a number from 0 up, not {temperature}")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k must be 1 or more, not {top_k}")
+    if top_p is not None and not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
+    if seed is not None and seed < 0:
+        raise ValueError(f"seed must be 0 or more, not {seed}")
+
+
+def sampler(temperature=None, top_k=None, top_p=None, seed=None):
+    """A function logits -> token id. Greedy when temperature, top_k and top_p are all None, or temperature is 0.
+
+    Otherwise it samples, at temperature 1 unless told, from a Generator of its own that starts from seed (None: from
+    the operating system's entropy): the one thing in this project that remembers something between two calls.
+    """
+    check_settings(temperature, top_k, top_p, seed)
+    if temperature == 0 or (temperature is None and top_k is None and top_p is None):
+        return greedy
+    rng = np.random.default_rng(seed)
+    temperature = 1.0 if temperature is None else temperature
+    return lambda logits: sample(logits, rng, temperature, top_k, top_p)
