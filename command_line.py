@@ -1,0 +1,126 @@
+"""What the command lines share: arguments, text to stdout as it is written, and failures as one line.
+
+stdout carries the generated text and nothing else. Exit status: 2 for bad input, 1 for a failure, 130 after Ctrl-C.
+"""
+
+import codecs
+import contextlib
+import functools
+import inspect
+import io
+import os
+import sys
+
+
+ARGUMENTS = {
+    "prompt": "the text to continue; one that begins with a dash is written --prompt='-...'",
+    "file": "one prompt a line, UTF-8; - is stdin",
+    "num_samples": "how many continuations of each prompt",
+    "n_tokens_to_generate": "how many tokens to write at most (a token is about 4 letters of English)",
+    "model_size": "124M, 355M, 774M or 1558M: OpenAI's GPT-2, downloaded once; or a folder in models_dir. Left out: 124M, "
+    "or the small bundled model 'fairytale' where 124M is neither on disk nor to be had",
+    "models_dir": "where the models are (models, beside this script, unless told)",
+    "temperature": "below 1 safer, above 1 wilder; 0 is greedy, as is leaving out temperature, top_k and top_p",
+    "top_k": "draw from the k most probable tokens",
+    "top_p": "draw from the fewest most probable tokens that together have this probability",
+    "seed": "the same number gives the same text",
+    "prompt_cache": "a file that keeps what was computed for the prompt, for the next run that begins with it",
+    "batch_size": "how many texts to write at once",
+}
+
+
+def load(n_tokens_to_generate, model_size, models_dir):
+    """encoder, hparams, params; what is asked for is checked before anything is loaded or downloaded."""
+    from utils import load_encoder_hparams_and_params
+
+    if n_tokens_to_generate < 0:
+        raise ValueError(f"n_tokens_to_generate must be 0 or more, not {n_tokens_to_generate}")
+    return load_encoder_hparams_and_params(model_size, models_dir)
+
+
+def progress(items, total, unit):
+    """The iterator itself; with a bar on stderr for a person who sees stderr while the results go elsewhere."""
+    if not sys.stderr.isatty() or sys.stdout.isatty():
+        return items
+    from tqdm import tqdm
+
+    return tqdm(items, total=total, unit=unit)
+
+
+def write_text(tokens, encoder, n_tokens):
+    """Writes the text of an iterator of token ids to stdout, each character as soon as its last byte is there."""
+    on_screen = sys.stdout.isatty()
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in progress(tokens, n_tokens, "token"):
+        sys.stdout.write(decoder.decode(encoder.decode_bytes([token])))
+        if on_screen:
+            sys.stdout.flush()
+    sys.stdout.write(decoder.decode(b"", final=True))
+    if on_screen and n_tokens:
+        sys.stdout.write("\n")
+
+
+def parser(kind, name):
+    """A function from an argument's text to its value, ValueError if it isn't one."""
+
+    def parse(text):
+        if kind is str:
+            return text
+        try:
+            return kind(text)
+        except ValueError:
+            wanted = {int: "a whole number", float: "a number"}[kind]
+            raise ValueError(f"--{name} must be {wanted}, not {text!r}") from None
+
+    return parse
+
+
+def parse(main, arguments):
+    """main with its arguments, not yet called: fire reads them all before any work begins.
+
+    Each is taken as its annotation says, never guessed: the prompt 007 stays these three characters.
+    """
+    import fire
+
+    @functools.wraps(main)
+    def collect(*args, **kwargs):
+        calls.append(functools.partial(main, *args, **kwargs))
+
+    calls, screen = [], io.StringIO()
+    kinds = {name: p.annotation for name, p in inspect.signature(main).parameters.items()}
+    collect.__doc__ += "\n\nArgs:\n" + "".join(f"    {name}: {ARGUMENTS[name]}\n" for name in kinds)
+    fire.decorators.SetParseFns(**{name: parser(kind, name) for name, kind in kinds.items()})(collect)
+    name = os.path.basename(sys.argv[0])
+    if {"-h", "--help"} & set(arguments):
+        arguments = ["--help"]
+    try:
+        with contextlib.redirect_stderr(screen):
+            # fire ends the arguments of a call at a lone "-"; here that may be a prompt, so another sign is named
+            fire.Fire(collect, [*arguments, "--", "--separator=\0"], name=name)
+    except fire.core.FireExit as stop:
+        if stop.code == 0:  # --help
+            help_text = screen.getvalue().partition("\n\n")[2].partition("\n\nGROUPS")[0]
+            print(help_text.replace("GROUP | ", ""))
+            raise
+        reason = screen.getvalue().splitlines()[0].removeprefix("ERROR: ")
+        raise ValueError(f"{reason} (see python {name} --help)") from None
+    return calls[0]
+
+
+def run(main):
+    """Calls main with the arguments of the command line and ends the process with the right status."""
+    sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
+    try:
+        parse(main, sys.argv[1:])()
+        sys.stdout.flush()
+    except BrokenPipeError:  # the reader has what it wanted (`| head -1`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        sys.exit(130)
+    except (ValueError, OSError, MemoryError) as error:
+        sys.stdout.flush()
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ValueError) else 1)
