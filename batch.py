@@ -6,11 +6,10 @@ rows at once. A sequence that lacks more than one token (a new prompt, a moved w
 
 import itertools
 import json
-import sys
 
 import numpy as np
 
-from command_line import load, progress
+from command_line import load, progress, read_text
 from gpt2 import ffn, layer_norm, linear, window_start
 from gpt2_kvcache import attend, check_tokens, prefill
 from kvcache import cached_length, empty_entry
@@ -91,18 +90,6 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
             n_yielded += 1
 
 
-def read_prompts(path):
-    """The lines of a UTF-8 file, or of stdin for "-"."""
-    data = sys.stdin.buffer.read() if path == "-" else open(path, "rb").read()
-    try:
-        lines = data.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} isn't UTF-8 text: byte {error.start} is wrong") from None
-    if lines == [""]:
-        raise ValueError(f"{path} has no prompts: one a line is wanted")
-    return lines
-
-
 def main(
     file: str,
     num_samples: int = 1,
@@ -115,7 +102,7 @@ def main(
     seed: int = None,
     batch_size: int = 16,
 ):
-    """Continue every prompt of a file, many at once. Prints a JSON line {"prompt": ..., "continuation": ...} for each.
+    """Continue every line of a file, many at once; print a JSON line {"prompt": ..., "continuation": ...} for each.
 
     Sample i of a prompt is what the other scripts write with --seed SEED+i.
     """
@@ -123,7 +110,10 @@ def main(
         if value < 1:
             raise ValueError(f"{name} must be 1 or more, not {value}")
     check_settings(temperature, top_k, top_p, seed)
-    prompts = read_prompts(file)
+    text = read_text(file)
+    if text.strip("\n") == "":
+        raise ValueError(f"{file} has no prompts: one a line is wanted")
+    prompts = text.removesuffix("\n").split("\n")
     encoder, hparams, params = load(n_tokens_to_generate, model_size, models_dir)
     seeds = [None if seed is None else seed + i for i in range(num_samples)]
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]

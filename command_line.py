@@ -11,14 +11,13 @@ import io
 import os
 import sys
 
-
 ARGUMENTS = {
     "prompt": "the text to continue; one that begins with a dash is written --prompt='-...'",
-    "file": "one prompt a line, UTF-8; - is stdin",
+    "file": "a UTF-8 text file; - is stdin",
     "num_samples": "how many continuations of each prompt",
     "n_tokens_to_generate": "how many tokens to write at most (a token is about 4 letters of English)",
-    "model_size": "124M, 355M, 774M or 1558M: OpenAI's GPT-2, downloaded once; or a folder in models_dir. Left out: 124M, "
-    "or the small bundled model 'fairytale' where 124M is neither on disk nor to be had",
+    "model_size": "124M, 355M, 774M or 1558M: OpenAI's GPT-2, downloaded once; or a folder in models_dir. "
+    "Left out: 124M, or the bundled model 'fairytale' where 124M is neither on disk nor to be had",
     "models_dir": "where the models are (models, beside this script, unless told)",
     "temperature": "below 1 safer, above 1 wilder; 0 is greedy, as is leaving out temperature, top_k and top_p",
     "top_k": "draw from the k most probable tokens",
@@ -26,7 +25,23 @@ ARGUMENTS = {
     "seed": "the same number gives the same text",
     "prompt_cache": "a file that keeps what was computed for the prompt, for the next run that begins with it",
     "batch_size": "how many texts to write at once",
+    "draft_model_size": "a smaller model with the same vocabulary that guesses; left out, the text itself does",
+    "guesses": "how many tokens to guess at most",
+    "rounds": "how often each thing is timed",
+    "json": "a file for all numbers",
+    "plot": "a file for the chart, .png or .svg (needs matplotlib)",
+    "torch": "also time Hugging Face transformers on the same weights (needs torch and transformers)",
 }
+
+
+def read_text(path):
+    """The text of a UTF-8 file, or of stdin for "-"; line ends become \n."""
+    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        data = file.read()
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} isn't UTF-8 text: byte {error.start} is wrong") from None
 
 
 def load(n_tokens_to_generate, model_size, models_dir):
@@ -48,16 +63,21 @@ def progress(items, total, unit):
 
 
 def write_text(tokens, encoder, n_tokens):
-    """Writes the text of an iterator of token ids to stdout, each character as soon as its last byte is there."""
+    """Writes the text of an iterator of token ids to stdout, each character as soon as its last byte is there.
+
+    -> the number of tokens that there were.
+    """
     on_screen = sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in progress(tokens, n_tokens, "token"):
+    n = 0
+    for n, token in enumerate(progress(tokens, n_tokens, "token"), 1):  # noqa: B007
         sys.stdout.write(decoder.decode(encoder.decode_bytes([token])))
         if on_screen:
             sys.stdout.flush()
     sys.stdout.write(decoder.decode(b"", final=True))
     if on_screen and n_tokens:
         sys.stdout.write("\n")
+    return n
 
 
 def parser(kind, name):
@@ -66,6 +86,8 @@ def parser(kind, name):
     def parse(text):
         if kind is str:
             return text
+        if kind is bool:
+            return text != "False"  # fire turns --name into "True" and --noname into "False"
         try:
             return kind(text)
         except ValueError:

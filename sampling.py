@@ -60,9 +60,9 @@ def distribution(logits, temperature=1.0, top_k=None, top_p=None):
     return probabilities(logits)
 
 
-def sample(logits, rng, temperature=1.0, top_k=None, top_p=None):
-    """Draws an id from that distribution with one uniform number of rng, a numpy.random.Generator."""
-    cumulative = np.cumsum(distribution(logits, temperature, top_k, top_p))  # [n_vocab]
+def draw(p, rng):
+    """An id with probability p[id], from one uniform number of rng, a numpy.random.Generator. p: [n_vocab], sum 1."""
+    cumulative = np.cumsum(p)  # [n_vocab]
     just_below = np.nextafter(cumulative[-1], 0)  # so that rounding never reaches past the last id
     return int(np.searchsorted(cumulative, rng.random() * just_below, side="right"))
 
@@ -79,15 +79,28 @@ def check_settings(temperature=None, top_k=None, top_p=None, seed=None):
         raise ValueError(f"seed must be 0 or more, not {seed}")
 
 
-def sampler(temperature=None, top_k=None, top_p=None, seed=None):
-    """A function logits -> token id. Greedy when temperature, top_k and top_p are all None, or temperature is 0.
+def chooser(temperature=None, top_k=None, top_p=None):
+    """A function logits -> probabilities for these settings, both [n_vocab].
 
-    Otherwise it samples, at temperature 1 unless told, from a Generator of its own that starts from seed (None: from
-    the operating system's entropy): the one thing in this project that remembers something between two calls.
+    Greedy, all on the largest, if the temperature is 0 or nothing is given; else the temperature is 1 unless told.
+    """
+    check_settings(temperature, top_k, top_p)
+    if temperature == 0 or (temperature is None and top_k is None and top_p is None):
+        return lambda logits: (np.arange(len(logits)) == greedy(logits)).astype(np.float64)
+    temperature = 1.0 if temperature is None else temperature
+    return lambda logits: distribution(logits, temperature, top_k, top_p)
+
+
+def sample(logits, rng, temperature=None, top_k=None, top_p=None):
+    """logits: [n_vocab] -> an id drawn from the distribution that these settings make of them."""
+    return draw(chooser(temperature, top_k, top_p)(logits), rng)
+
+
+def sampler(temperature=None, top_k=None, top_p=None, seed=None):
+    """A function logits -> id that draws from a Generator of its own, which starts from seed (None: from entropy).
+
+    The Generator is the one thing in this project that remembers something between two calls.
     """
     check_settings(temperature, top_k, top_p, seed)
-    if temperature == 0 or (temperature is None and top_k is None and top_p is None):
-        return greedy
-    rng = np.random.default_rng(seed)
-    temperature = 1.0 if temperature is None else temperature
-    return lambda logits: sample(logits, rng, temperature, top_k, top_p)
+    to_probabilities, rng = chooser(temperature, top_k, top_p), np.random.default_rng(seed)
+    return lambda logits: draw(to_probabilities(logits), rng)

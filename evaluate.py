@@ -1,0 +1,66 @@
+"""How well a model knows a text: bits per byte, and perplexity per token."""
+
+import itertools
+import math
+
+import numpy as np
+
+from command_line import load, progress, read_text
+from encoder import END_OF_TEXT
+from gpt2_kvcache import PREFILL_CHUNK, gpt2
+
+
+def token_losses(logits, targets):
+    """-ln p(target) of each row. logits: [n, n_vocab] float32, targets: [n] ids -> [n] float64 nats."""
+    highest = logits.max(axis=-1)
+    total = np.exp(logits - highest[:, None]).sum(axis=-1)  # [n, n_vocab] -> [n]
+    chosen = logits[np.arange(len(targets)), targets]  # [n, n_vocab] -> [n]
+    return highest + np.log(total.astype(np.float64)) - chosen
+
+
+def text_losses(tokens, params, n_head):
+    """Yields the losses, in nats, of tokens[1:], each predicted once, some at a time.
+
+    Windows of n_ctx tokens overlap by half: past the first window every token has at least n_ctx // 2 of context.
+    """
+    n_ctx = len(params["wpe"])
+    n_done = 1  # the first token is only context
+    while n_done < len(tokens):
+        start = max(0, n_done - max(n_ctx // 2, 1))
+        window, kvcache = tokens[start : start + n_ctx + 1], None
+        end = n_done - 1 - start  # of the part of the window whose next tokens are predicted already
+        if end:
+            _, kvcache = gpt2(window[:end], **params, n_head=n_head, n_logits=0)
+        while end < len(window) - 1:
+            n_past, end = end, min(end + PREFILL_CHUNK, len(window) - 1)
+            logits, kvcache = gpt2(window[:end], **params, n_head=n_head, kvcache=kvcache)  # [end - n_past, n_vocab]
+            yield token_losses(logits, window[n_past + 1 : end + 1])
+        n_done = start + len(window)
+
+
+def main(file: str, model_size: str = None, models_dir: str = None):
+    """Print how many bits a model needs for each byte of a text file, and its perplexity per token.
+
+    Documents in the file may be separated by lines <|endoftext|>; these count as tokens to predict, not as bytes.
+    """
+    documents = [text for text in read_text(file).split(f"\n{END_OF_TEXT}\n") if text]
+    n_bytes = sum(len(text.encode()) for text in documents)
+    if n_bytes == 0:
+        raise ValueError(f"{file} holds no text")
+    encoder, hparams, params = load(0, model_size, models_dir)
+    tokens = [encoder.end_of_text]
+    for text in documents:
+        tokens += [*encoder.encode(text), encoder.end_of_text]
+    if len(documents) == 1:  # a text alone has no separator that would be its last token
+        tokens.pop()
+    n = len(tokens) - 1
+    losses = itertools.chain.from_iterable(text_losses(tokens, params, hparams["n_head"]))
+    nats = math.fsum(progress(losses, n, "token"))
+    print(f"{nats / math.log(2) / n_bytes:.4f} bits per byte, perplexity {math.exp(nats / n):.2f} per token")
+    print(f"({n} tokens, {n_bytes} bytes, documents: {len(documents)})")
+
+
+if __name__ == "__main__":
+    from command_line import run
+
+    run(main)

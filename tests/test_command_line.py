@@ -1,0 +1,301 @@
+"""The command lines of gpt2.py and gpt2_kvcache.py, run as a user runs them, on the bundled model."""
+
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+SCRIPTS = ["gpt2.py", "gpt2_kvcache.py"]
+NOWHERE = {"GPT2_BASE_URL": "http://127.0.0.1:9/models"}  # a port that refuses connections
+
+
+def run(script, *arguments, env=None, stdin=subprocess.DEVNULL, **options):
+    command = [sys.executable, script, *map(str, arguments)]
+    environment = {**os.environ, **NOWHERE, "PYTHONIOENCODING": "utf-8", **(env or {})}
+    return subprocess.run(command, cwd=ROOT, env=environment, stdin=stdin, capture_output=True, timeout=120, **options)
+
+
+def fairytale(script, prompt, *arguments, **options):
+    return run(script, prompt, "--model_size", "fairytale", *arguments, **options)
+
+
+def assert_refused(result, status, *parts):
+    """One line on stderr that holds all parts, nothing on stdout, this exit status."""
+    assert result.returncode == status, result.stderr
+    assert result.stdout == b"" and len(result.stderr.splitlines()) == 1, result.stderr.decode()
+    for part in parts:
+        assert re.search(part, result.stderr.decode()), result.stderr.decode()
+
+
+@pytest.mark.parametrize("prompt", ["Once upon a time", "", "日本 🙂 und Ä", "def f(x):\n    return", " \n\t "])
+def test_both_scripts_print_the_same_bytes_and_nothing_else(prompt):
+    plain, cached = (fairytale(script, prompt, "--n_tokens_to_generate", 25) for script in SCRIPTS)
+    assert plain.returncode == cached.returncode == 0
+    assert plain.stdout == cached.stdout != b""
+    assert plain.stderr == cached.stderr
+    assert len(plain.stderr.splitlines()) == 1 and b"fairytale" in plain.stderr
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "123",
+        "1e3",
+        "[1, 2]",
+        "True",
+        "None",
+        "007",
+        '"quoted"',
+        "{'a': 1}",
+        "-5 degrees",
+        "-",
+        "a=b",
+        "1,2",
+        "0x10",
+        "'",
+    ],
+)
+def test_a_prompt_is_taken_verbatim(prompt):
+    """What the script makes of the argument equals what the library makes of the string."""
+    code = (
+        "import sys; from gpt2_kvcache import generate; from utils import load_encoder_hparams_and_params as load\n"
+        "encoder, hparams, params = load('fairytale', None)\n"
+        "ids = generate(encoder.encode(sys.argv[1]), params, hparams['n_head'], 8, end_of_text=encoder.end_of_text)\n"
+        "sys.stdout.write(encoder.decode(ids))\n"
+    )
+    expected = run("-c", code, prompt)
+    for form in ([prompt], [f"--prompt={prompt}"]):
+        result = run("gpt2_kvcache.py", *form, "--model_size", "fairytale", "--n_tokens_to_generate", 8)
+        assert result.returncode == 0 and result.stdout == expected.stdout
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_zero_tokens_print_nothing(script):
+    result = fairytale(script, "Once", "--n_tokens_to_generate", 0)
+    assert result.returncode == 0 and result.stdout == b""
+
+
+def test_the_same_seed_prints_the_same_text_and_another_seed_another():
+    options = ["--temperature", 0.9, "--top_k", 100, "--top_p", 0.95, "--seed"]
+    plain, cached = (fairytale(script, "The king", *options, 5).stdout for script in SCRIPTS)
+    assert plain == cached != fairytale("gpt2_kvcache.py", "The king", *options, 6).stdout
+
+
+def test_without_a_model_named_the_bundled_one_runs_where_the_host_cannot_be_reached(tmp_path):
+    for script in SCRIPTS:
+        result = run(script, "Once", "--models_dir", tmp_path, "--n_tokens_to_generate", 3)
+        assert result.returncode == 0 and result.stdout == fairytale(script, "Once", "--n_tokens_to_generate", 3).stdout
+        assert len(result.stderr.splitlines()) == 1
+        assert b"fairytale" in result.stderr and b"--model_size 124M" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_size_that_is_asked_for_never_falls_back(tmp_path):
+    for script in SCRIPTS:
+        result = run(script, "Once", "--model_size", "124M", "--models_dir", tmp_path)
+        assert_refused(result, 1, "127.0.0.1")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["x", "--model_size", "125M"], "125M.*124M.*355M.*774M.*1558M.*fairytale"),
+        (["x", "--model_size", "../models/fairytale"], "fairytale"),
+        (["x", "--model_size", ".."], r"'\.\.'"),
+        (["x", "--model_size", ""], "''"),
+        (["x", "--n_tokens_to_generate", "-1"], "n_tokens_to_generate .* -1"),
+        (["x", "--n_tokens_to_generate", "2.5"], "n_tokens_to_generate .* '2.5'"),
+        (["x", "--n_tokens_to_generate", "many"], "n_tokens_to_generate .* 'many'"),
+        (["x", "--n_tokens_to_generate"], "n_tokens_to_generate"),
+        (["x", "--temperature", "nan"], "temperature .* nan"),
+        (["x", "--temperature", "-1"], "temperature .* -1"),
+        (["x", "--temperature", "warm"], "temperature .* 'warm'"),
+        (["x", "--top_k", "0"], "top_k .* 0"),
+        (["x", "--top_p", "1.5"], "top_p .* 1.5"),
+        (["x", "--seed", "-4"], "seed .* -4"),
+        (["x", "--colour", "red"], "--colour.*--help"),
+        ([], "prompt.*--help"),
+        (["--n_tokens_to_generate", "3"], "prompt.*--help"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2_before_anything_is_loaded(script, arguments, message, tmp_path):
+    if "--model_size" not in arguments:
+        arguments = [*arguments, "--model_size", "124M"]  # not here: whoever began to load it would fail with status 1
+    assert_refused(run(script, *arguments, "--models_dir", tmp_path), 2, message)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_models_dir_that_is_a_file_is_said_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert_refused(run("gpt2_kvcache.py", "x", "--models_dir", tmp_path / "file"), 2, "is a file")
+
+
+@pytest.fixture
+def model_copy(tmp_path):
+    return shutil.copytree(ROOT / "models" / "fairytale", tmp_path / "mine")
+
+
+FILES = [
+    "checkpoint",
+    "encoder.json",
+    "hparams.json",
+    "model.ckpt.data-00000-of-00001",
+    "model.ckpt.index",
+    "vocab.bpe",
+]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "html"])
+def test_a_missing_or_damaged_file_is_named(model_copy, name, damage):
+    path = model_copy / name
+    content = path.read_bytes()
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(
+            {"empty": b"", "cut": content[: len(content) // 3], "html": b"<html>Not found</html>\n"}[damage]
+        )
+    arguments = ["--model_size", "mine", "--models_dir", model_copy.parent]
+    for script in SCRIPTS:
+        assert_refused(run(script, "x", *arguments), 1, re.escape(name))
+
+
+def test_hparams_that_do_not_fit_the_weights_name_the_tensor_and_both_shapes(model_copy):
+    path = model_copy / "hparams.json"
+    path.write_text(path.read_text().replace('"n_ctx": 256', '"n_ctx": 512'))
+    result = run("gpt2.py", "x", "--model_size", "mine", "--models_dir", model_copy.parent)
+    assert_refused(result, 1, "wpe", "256", "512")
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "batch.py", "evaluate.py"])
+def test_help_explains_every_argument(script):
+    for form in (["--help"], ["-h"], ["x", "--help"]):
+        result = run(script, *form)
+        assert result.returncode == 0 and result.stderr == b""
+        for name in ("SYNOPSIS", "--model_size", "124M", "--models_dir"):
+            assert name in result.stdout.decode()
+        assert "FIRE" not in result.stdout.decode()
+
+
+def test_a_closed_pipe_is_quiet():
+    script = f"{sys.executable} gpt2_kvcache.py 'Once upon a time' --model_size fairytale --n_tokens_to_generate 400"
+    command = f"{script} | head -c 1"
+    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=120)
+    assert len(result.stdout) == 1 and len(result.stderr.splitlines()) == 1 and b"fairytale" in result.stderr
+
+
+def on_a_terminal(arguments, until, then):
+    """Runs the cached script with stdout a pseudo-terminal; calls then(process) once `until` bytes have come."""
+    master, slave = pty.openpty()
+    command = [sys.executable, "gpt2_kvcache.py", *map(str, arguments), "--model_size", "fairytale"]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=slave, stderr=subprocess.PIPE)
+    os.close(slave)
+    output, pieces = b"", 0
+    while True:
+        try:
+            data = os.read(master, 4096)
+        except OSError:  # the other end is closed
+            break
+        if not data:
+            break
+        output, pieces = output + data, pieces + 1
+        if len(output) >= until and then:
+            then(process)
+            then = None
+    os.close(master)
+    return output.replace(b"\r\n", b"\n"), pieces, process.communicate()[1], process.returncode
+
+
+def test_text_appears_on_a_terminal_as_it_is_written():
+    expected = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 120).stdout
+    output, pieces, _, status = on_a_terminal(["Once upon a time", "--n_tokens_to_generate", 120], 0, None)
+    assert output == expected + b"\n" and status == 0 and pieces > 3
+
+
+def test_ctrl_c_leaves_what_was_written_so_far_and_exits_130():
+    arguments = ["Once upon a time", "--n_tokens_to_generate", 100_000]
+    output, _, errors, status = on_a_terminal(arguments, 40, lambda process: process.send_signal(signal.SIGINT))
+    start = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
+    assert status == 130 and output.startswith(start) and b"Traceback" not in errors
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_ctrl_c_prints_what_was_written_so_far_into_a_pipe_too(script):
+    command = [
+        sys.executable,
+        script,
+        "Once upon a time",
+        "--n_tokens_to_generate",
+        "100000",
+        "--model_size",
+        "fairytale",
+    ]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process.stderr.readline()  # the line that names the model: loading is over
+    time.sleep(3)
+    process.send_signal(signal.SIGINT)
+    output, errors = process.communicate(timeout=60)
+    start = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
+    assert process.returncode == 130 and output.startswith(start) and errors == b""
+
+
+def test_streamed_characters_are_never_split():
+    """Random ids are broken and whole characters; the pieces join to what decoding all at once gives."""
+    import io
+
+    import numpy as np
+
+    import command_line
+    from encoder import get_encoder
+
+    encoder = get_encoder("fairytale", ROOT / "models")
+    ids = encoder.encode("日本語 🙂 naïve ") + np.random.default_rng(0).integers(0, 300, 400).tolist()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdout", io.StringIO())
+        command_line.write_text(iter(ids), encoder, len(ids))
+        written = sys.stdout.getvalue()
+    assert written == encoder.decode(ids) and "日本語 🙂 naïve " in written
+
+
+@pytest.mark.parametrize("prompt", [b"\xff\xfe broken", b"caf\xe9"])
+def test_a_prompt_that_is_not_utf8_still_runs(prompt):
+    command = [sys.executable.encode(), b"gpt2_kvcache.py", prompt, b"--model_size", b"fairytale"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True)
+    assert result.returncode == 0 and result.stdout and b"Traceback" not in result.stderr
+
+
+def test_a_terminal_in_latin_1_or_ascii_gets_question_marks_not_a_traceback():
+    for encoding in ("latin-1", "ascii"):
+        result = fairytale(
+            "gpt2_kvcache.py", "日本 🙂", "--temperature", 5, "--seed", 1, env={"PYTHONIOENCODING": encoding}
+        )
+        assert result.returncode == 0 and result.stdout and b"Traceback" not in result.stderr
+
+
+def test_a_very_long_prompt_runs():
+    """100 kB is near what one argument may hold (128 kB on Linux)."""
+    result = fairytale("gpt2_kvcache.py", "once upon a time " * 6000, "--n_tokens_to_generate", 3)
+    assert result.returncode == 0 and result.stdout
+
+
+@pytest.mark.weights
+def test_picogpt_s_published_text():
+    """Needs OpenAI's weights in models/124M: python gpt2.py 'x' --model_size 124M downloads them."""
+    prompt = "Alan Turing theorized that computers would one day become"
+    text = (
+        " the most powerful machines on the planet.\n\nThe computer is a machine that can perform complex calculations,"
+        " and it can perform these calculations in a way that is very similar to the human brain."
+    )
+    for script in SCRIPTS:
+        result = run(script, prompt, "--n_tokens_to_generate", 40, "--model_size", "124M")
+        assert result.stdout.decode() == text, result.stderr
