@@ -10,8 +10,8 @@ import json
 import numpy as np
 
 from command_line import load, progress, read_text
-from gpt2 import ffn, layer_norm, linear, window_start
-from gpt2_kvcache import attend, check_tokens, prefill
+from gpt2 import layer_norm, linear, window_start
+from gpt2_kvcache import attend, check_tokens, ffn, prefill
 from kvcache import cached_length, empty_entry
 from sampling import check_settings, sampler
 

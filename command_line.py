@@ -27,6 +27,8 @@ ARGUMENTS = {
     "batch_size": "how many texts to write at once",
     "draft_model_size": "a smaller model with the same vocabulary that guesses; left out, the text itself does",
     "guesses": "how many tokens to guess at most",
+    "command": "export",
+    "out": "a folder that doesn't exist yet, or is empty",
     "rounds": "how often each thing is timed",
     "json": "a file for all numbers",
     "plot": "a file for the chart, .png or .svg (needs matplotlib)",

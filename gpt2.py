@@ -14,14 +14,16 @@ from sampling import greedy, sampler
 
 
 def gelu(x):
-    """x * sigmoid(2u), u = sqrt(2 / pi) * (x + 0.044715 x^3): the tanh form of Hendrycks & Gimpel, arXiv 1606.08415."""
-    minus_2u = x * x  # an exp instead of the tanh, no power, few temporaries: two thirds of the time
-    minus_2u *= -2 * 0.044715 * math.sqrt(2 / math.pi)
-    minus_2u -= 2 * math.sqrt(2 / math.pi)
-    minus_2u *= x
-    e = np.exp(np.minimum(minus_2u, 80))  # from 80 up the result is 0 in float32, and soon exp would overflow
-    e += 1
-    return x / e
+    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): Hendrycks & Gimpel's tanh form (arXiv 1606.08415)."""
+    u = x * x  # no power call and few temporaries: a third of the time of the formula as it stands
+    u *= math.sqrt(2 / math.pi) * 0.044715
+    u += math.sqrt(2 / math.pi)
+    u *= x
+    y = np.tanh(u)
+    y += 1
+    y *= x
+    y *= 0.5
+    return y
 
 
 def softmax(x):

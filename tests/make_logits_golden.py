@@ -1,6 +1,6 @@
 """Writes tests/golden/logits.npz: what Hugging Face transformers computes for three random models and the bundled one.
 
-pip install torch==2.13.0 transformers
+pip install -r requirements.txt torch==2.13.0 transformers
 python tests/make_logits_golden.py
 """
 
@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from tiny import random_params, random_tokens
-from transformers import GPT2Config, GPT2LMHeadModel
 
 HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent))
+from bench import torch_model  # noqa: E402
+from utils import load_encoder_hparams_and_params  # noqa: E402
 
 CONFIGS = {
     "small": {"n_vocab": 50, "n_ctx": 16, "n_embd": 12, "n_head": 3, "n_layer": 2, "seed": 1},
@@ -21,69 +23,20 @@ CONFIGS = {
 }
 
 
-def flatten(params):
-    """The engine's nested dicts -> transformers' names (its Conv1D keeps matrices as [n_in, n_out], like OpenAI)."""
-    names = {"w": "weight", "g": "weight", "b": "bias"}
-
-    def walk(tree, prefix):
-        for key, value in tree.items():
-            if isinstance(value, dict):
-                yield from walk(value, f"{prefix}{key}.")
-            else:
-                yield prefix + names[key], value
-
-    state = {"wte.weight": params["wte"], "wpe.weight": params["wpe"]}
-    state |= dict(walk({"ln_f": params["ln_f"]}, ""))
-    for i, block in enumerate(params["blocks"]):
-        state |= dict(walk(block, f"h.{i}."))
-    return {f"transformer.{name}": torch.tensor(np.array(value)) for name, value in state.items()}
-
-
-def from_checkpoint(weights):
-    """checkpoint.load_weights' flat names -> transformers' names."""
-    ends = {"w": "weight", "g": "weight", "b": "bias", "wte": "wte.weight", "wpe": "wpe.weight"}
-    state = {}
-    for name, value in weights.items():
-        *path, last = name.split("/")
-        path = ["h", path[0][1:], *path[1:]] if path and path[0].startswith("h") else path
-        state[".".join(["transformer", *path, ends[last]])] = torch.tensor(np.array(value))
-    return state
-
-
-def logits(state, tokens, n_vocab, n_ctx, n_embd, n_head, n_layer):
-    config = GPT2Config(
-        vocab_size=n_vocab,
-        n_positions=n_ctx,
-        n_embd=n_embd,
-        n_head=n_head,
-        n_layer=n_layer,
-        attn_implementation="eager",
-    )
-    model = GPT2LMHeadModel(config).eval()
-    missing, unexpected = model.load_state_dict(state, strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
-    model.tie_weights()
+def logits(params, tokens, n_head):
     with torch.no_grad():
-        return model(torch.tensor([tokens])).logits[0].numpy()  # [n_seq, n_vocab]
+        return torch_model(params, n_head)(torch.tensor([tokens])).logits[0].numpy()  # [n_seq, n_vocab]
 
 
 golden = {}
 for name, config in CONFIGS.items():
-    shape = {key: value for key, value in config.items() if key != "seed"}
     params = random_params(**{key: value for key, value in config.items() if key != "n_head"})
     tokens = random_tokens(config["n_ctx"], config["n_vocab"], config["seed"])
-    golden[name] = logits(flatten(params), tokens, **shape)
-    golden[name + "_config"] = np.array(
-        [config[key] for key in ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer", "seed")]
-    )
+    golden[name] = logits(params, tokens, config["n_head"])
+    order = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer", "seed")
+    golden[name + "_config"] = np.array([config[key] for key in order])
 
-bundled = HERE.parent / "models" / "fairytale"
-if (bundled / "checkpoint").exists():
-    sys.path.insert(0, str(HERE.parent))
-    from checkpoint import load_weights
-
-    tokens = random_tokens(256, 2048)
-    shape = {"n_vocab": 2048, "n_ctx": 256, "n_embd": 160, "n_head": 5, "n_layer": 4}
-    everywhere = logits(from_checkpoint(load_weights(bundled)), tokens, **shape)
-    golden["fairytale"] = everywhere[::16]  # every 16th position keeps the file small
+_, hparams, params = load_encoder_hparams_and_params("fairytale")
+tokens = random_tokens(hparams["n_ctx"], hparams["n_vocab"])
+golden["fairytale"] = logits(params, tokens, hparams["n_head"])[::16]  # every 16th position keeps the file small
 np.savez_compressed(HERE / "golden" / "logits.npz", **golden)

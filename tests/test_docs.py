@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ["README.md", "docs/kv_cache.md"]
+DOCUMENTS = ["README.md", "docs/kv_cache.md", "docs/inside.md"]
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)

@@ -9,6 +9,7 @@ import pytest
 from tiny import arrays, random_params, random_tokens
 
 import gpt2
+from utils import load_encoder_hparams_and_params
 
 GOLDEN = Path(__file__).parent / "golden" / "logits.npz"
 SMALL = {"n_head": 3}
@@ -22,6 +23,16 @@ def test_logits_equal_transformers(name):
     params = random_params(n_vocab, n_ctx, n_embd, n_layer, seed)
     logits = gpt2.gpt2(random_tokens(n_ctx, n_vocab, seed), **params, n_head=n_head)
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
+
+
+def test_fairytale_logits_equal_transformers():
+    """Every 16th position of a whole window."""
+    _, hparams, params = load_encoder_hparams_and_params("fairytale")
+    tokens = random_tokens(hparams["n_ctx"], hparams["n_vocab"])
+    with np.load(GOLDEN) as golden:
+        expected = golden["fairytale"]
+    logits = gpt2.gpt2(tokens, **params, n_head=hparams["n_head"])
+    np.testing.assert_allclose(logits[::16], expected, atol=1e-4, rtol=0)
 
 
 def test_gelu_is_the_tanh_form():

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompts import PROMPTS
 from tiny import arrays, random_params, random_tokens
 
 import gpt2
 import gpt2_kvcache
 from kvcache import cached_length, truncate
+from utils import load_encoder_hparams_and_params
 
 PARAMS, N_HEAD, N_CTX = random_params(), 3, 16
 TOKENS = random_tokens(N_CTX)
@@ -264,3 +266,38 @@ def test_truncating_to_a_length_that_is_not_there_is_refused(n):
     _, kvcache = run(TOKENS[:5])
     with pytest.raises(ValueError, match=f"5 positions to {n}"):
         truncate(kvcache, n)
+
+
+@pytest.fixture(scope="module")
+def fairytale():
+    encoder, hparams, params = load_encoder_hparams_and_params("fairytale")
+    return encoder, hparams["n_head"], params
+
+
+def test_texts_of_fifty_prompts_are_identical(fairytale):
+    """tests/compare_texts.py does the same for 600 tokens each, which takes some minutes."""
+    encoder, n_head, params = fairytale
+    assert len(PROMPTS) >= 50
+    for prompt in PROMPTS:
+        inputs = encoder.encode(prompt) or [encoder.end_of_text]
+        texts = [
+            way.generate(inputs, params, n_head, 24, end_of_text=encoder.end_of_text) for way in (gpt2, gpt2_kvcache)
+        ]
+        assert texts[0] == texts[1], prompt
+
+
+def test_six_hundred_tokens_are_identical(fairytale):
+    encoder, n_head, params = fairytale
+    inputs = encoder.encode("Once upon a time")
+    assert gpt2.generate(inputs, params, n_head, 600) == gpt2_kvcache.generate(inputs, params, n_head, 600)
+
+
+@pytest.mark.parametrize("size", [1, 7, 256])
+def test_fairytale_logits_over_a_full_window_differ_by_less_than_1e_4(fairytale, size):
+    _, n_head, params = fairytale
+    tokens, kvcache = random_tokens(256, 2048), None
+    expected = gpt2.gpt2(tokens, **params, n_head=n_head)
+    for end in [*range(size, 256, size), 256]:
+        n_past = cached_length(kvcache)
+        logits, kvcache = gpt2_kvcache.gpt2(tokens[:end], **params, n_head=n_head, kvcache=kvcache)
+        assert abs(logits - expected[n_past:end]).max() < 1e-4

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from prompts import PROMPTS
 from tiny import random_params, random_tokens
 
 import gpt2_kvcache
@@ -20,30 +21,6 @@ from utils import load_encoder_hparams_and_params
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMS, N_HEAD = random_params(), 3
-WORDS = [
-    "Once upon a time",
-    "The king said",
-    "",
-    "'I am",
-    "In the forest",
-    "There was once a poor",
-    "One day",
-    "A cat and a",
-]
-WORDS += [
-    "The princess",
-    "She",
-    "And then",
-    "wolf",
-    "1, 2, 3, 1, 2, 3, 1,",
-    "Little Red",
-    "Far away",
-    "when the sun rose",
-    "Then they all",
-]
-PROMPTS = WORDS + [
-    f"{word}, {other}" for word, other in zip(WORDS * 3, [*WORDS[1:], *WORDS[5:], *WORDS[9:]], strict=False)
-]
 
 
 def drafts(params):

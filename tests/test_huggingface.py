@@ -1,0 +1,438 @@
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from tiny import arrays, random_tokens
+
+import gpt2
+import gpt2_kvcache
+import utils
+from errors import DamagedFile
+from utils import export, load_encoder_hparams_and_params
+
+GOLDEN = Path(__file__).parent / "golden" / "huggingface"
+MODELS = ("sharded", "bf16", "settings")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that copies a golden folder to models/tiny and returns it."""
+
+    def copy(name):
+        return Path(shutil.copytree(GOLDEN / name, tmp_path / "models" / "tiny", copy_function=shutil.copyfile))
+
+    return copy
+
+
+def load(folder):
+    return load_encoder_hparams_and_params(folder.name, folder.parent)
+
+
+def logits(params, n_head, n_vocab=377):
+    return gpt2.gpt2(random_tokens(16, n_vocab), **params, n_head=n_head)
+
+
+def edit(path, **changes):
+    """Changes keys of a JSON file; None takes one out."""
+    content = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def header_of(path):
+    content = path.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    return json.loads(content[8:end]), content[end:]
+
+
+def put(path, header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
+def stored(folder):
+    """name -> float32 array of a golden model in one file, by the safetensors package."""
+    return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+# What transformers wrote
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits_equal_those_of_transformers(name):
+    _, hparams, params = load(GOLDEN / name)
+    with np.load(GOLDEN / "logits.npz") as golden:
+        expected = golden[name]
+    assert np.abs(logits(params, hparams["n_head"]) - expected).max() < 1e-4
+    cached, _ = gpt2_kvcache.gpt2(random_tokens(16, 377), **params, n_head=hparams["n_head"])
+    assert np.abs(cached - expected).max() < 1e-4
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_equal_those_of_its_tokenizer_on_300_texts(name):
+    encoder, _, _ = load(GOLDEN / name)
+    golden = json.loads((GOLDEN / "ids.json").read_text())
+    assert len(golden["texts"]) == 300
+    for text, ids in zip(golden["texts"], golden[name], strict=True):
+        assert encoder.encode(text) == ids
+        assert encoder.decode(ids) == text
+
+
+def test_bfloat16_is_widened_bit_for_bit():
+    _, _, params = load(GOLDEN / "bf16")
+    header, data = header_of(GOLDEN / "bf16" / "model.safetensors")
+    start, end = header["transformer.h.1.mlp.c_fc.weight"]["data_offsets"]
+    bits = np.frombuffer(data[start:end], "<u2").reshape(12, 20)
+    assert np.array_equal(params["blocks"][1]["mlp"]["c_fc"]["w"].view(np.uint32), bits.astype(np.uint32) << 16)
+
+
+def test_weights_are_read_only_views_of_the_file_in_float32():
+    _, _, params = load(GOLDEN / "sharded")
+    assert {(a.dtype, a.flags.writeable) for a in arrays(params)} == {(np.dtype("float32"), False)}
+    for array in arrays(params):
+        while isinstance(array, np.ndarray) and array.base is not None:
+            array = array.base
+        assert type(array).__name__ == "mmap"
+
+
+def test_float16_is_widened_and_a_stated_equal_head_and_stored_masks_are_left_aside(copy):
+    folder = copy("settings")
+    half = {f"transformer.{name}": array.astype(np.float16) for name, array in stored(folder).items()}
+    half["lm_head.weight"] = half["transformer.wte.weight"]
+    for i in range(3):
+        half[f"transformer.h.{i}.attn.bias"] = np.tri(16, dtype=bool)[None, None]
+        half[f"transformer.h.{i}.attn.masked_bias"] = np.array(-1e4, np.float32)
+    safetensors.numpy.save_file(half, folder / "model.safetensors")
+    _, _, params = load(folder)
+    assert np.array_equal(params["wte"], half["transformer.wte.weight"].astype(np.float32))
+    assert {a.dtype for a in arrays(params)} == {np.dtype("float32")}
+
+
+def test_weights_at_an_odd_address_are_copied_to_an_even_one(copy):
+    folder = copy("settings")
+    header, data = header_of(folder / "model.safetensors")
+    put(folder / "model.safetensors", json.dumps(header).encode() + b" " * (1 + len(json.dumps(header)) % 2), data)
+    _, hparams, params = load(folder)
+    assert all(a.flags.aligned for a in arrays(params))
+    with np.load(GOLDEN / "logits.npz") as golden:
+        assert np.abs(logits(params, hparams["n_head"]) - golden["settings"]).max() < 1e-4
+
+
+def test_the_settings_matter_to_the_logits(copy):
+    """Else the golden logits would prove nothing about them."""
+    with np.load(GOLDEN / "logits.npz") as golden:
+        expected = golden["settings"]
+    for key in ("layer_norm_epsilon", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"):
+        folder = copy("settings")
+        edit(folder / "config.json", **{key: None})
+        _, hparams, params = load(folder)
+        assert np.abs(logits(params, hparams["n_head"]) - expected).max() > 1e-2
+        shutil.rmtree(folder)
+
+
+def test_openais_layout_goes_first_where_both_are_there(tmp_path):
+    folder = tmp_path / "both"
+    shutil.copytree(utils.BUNDLED, folder)
+    (folder / "config.json").write_text("{")
+    assert load(folder)[1]["n_vocab"] == 2048
+
+
+# The tokenizer
+
+
+def test_the_text_end_is_the_one_that_tokenizer_config_names(copy):
+    folder = copy("settings")
+    assert load(folder)[0].end_of_text == 376
+    for eos in ("<pad>", {"content": "<pad>", "lstrip": False}):
+        edit(folder / "tokenizer_config.json", eos_token=eos)
+        encoder = load(folder)[0]
+        assert encoder.end_of_text == encoder.encode("<pad>")[0] > 376
+
+
+def test_an_added_token_of_letters_with_accents_is_decoded_as_text():
+    encoder, _, _ = load(GOLDEN / "settings")
+    assert len(encoder.encode("ñandú")) == 1 and encoder.decode(encoder.encode("ñandú")) == "ñandú"
+
+
+@pytest.mark.parametrize("change", [{"add_prefix_space": True}, {"add_bos_token": True}])
+def test_tokenizer_settings_that_are_not_supported_are_refused_by_name(copy, change):
+    folder = copy("settings")
+    edit(folder / "tokenizer_config.json", **change)
+    with pytest.raises(DamagedFile, match=f"tokenizer_config.json: {min(change)} isn't supported"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "why"),
+    [
+        ("normalizer", {"type": "Lowercase"}, "its normalizer differs"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "its pre_tokenizer differs"),
+        ("pre_tokenizer", {"type": "ByteLevel", "add_prefix_space": True}, "its add_prefix_space differs"),
+        ("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}, "its post_processor differs"),
+        ("model", {"type": "WordPiece"}, "its model differs"),
+        ("model", {"type": "BPE", "vocab": []}, "'merges' is missing"),
+        ("model", {"type": "BPE", "vocab": [1], "merges": []}, "not a tokenizer"),
+        ("model", [], "not a tokenizer"),
+        (
+            "added_tokens",
+            [{"content": "<y>", "id": 377, "single_word": True}],
+            "'<y>' is lstrip, rstrip or single_word",
+        ),
+        ("added_tokens", [{"content": "<y>", "id": 5}], "aren't 0, 1, 2"),
+        ("added_tokens", [{"content": 5, "id": 377}], "not a tokenizer"),
+        ("added_tokens", [7], "not a tokenizer"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_or_a_damaged_one_is_refused(copy, key, change, why):
+    folder = copy("settings")
+    edit(folder / "tokenizer.json", **{key: change})
+    with pytest.raises(DamagedFile, match=why) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_tokenizer_file_of_the_first_versions_is_read_too(copy):
+    """Without the model's type, merges as lines, another post-processor: as the file in the `gpt2` repository."""
+    folder = copy("settings")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model = {"dropout": None, "vocab": model["vocab"], "merges": [" ".join(pair) for pair in model["merges"]]}
+    edit(folder / "tokenizer.json", model=model, post_processor={"type": "ByteLevel", "trim_offsets": False})
+    golden = json.loads((GOLDEN / "ids.json").read_text())
+    assert [load(folder)[0].encode(text) for text in golden["texts"][:9]] == golden["settings"][:9]
+
+
+def test_more_ids_than_rows_of_wte_are_refused(copy):
+    folder = copy("bf16")
+    extra = json.loads((folder / "added_tokens.json").read_text())
+    edit(folder / "added_tokens.json", **{f"<{n}>": n for n in range(377 + len(extra), 383)})
+    with pytest.raises(DamagedFile, match="the tokenizer has 383 ids, vocab_size in config.json is 382"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_a_missing_vocabulary_file_is_named(copy, name):
+    folder = copy("bf16")
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.json", "added_tokens.json"])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b""])
+def test_a_file_that_is_no_json_object_is_named(copy, name, content):
+    folder = copy("bf16")
+    (folder / name).write_bytes(content)
+    with pytest.raises(DamagedFile, match=f"{name} (isn't JSON|isn't UTF-8|doesn't hold)"):
+        load(folder)
+
+
+# config.json
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model_type", "gptj"),
+        ("activation_function", "gelu"),
+        ("activation_function", ["gelu_new"]),
+        ("add_cross_attention", True),
+        ("scale_attn_weights", "yes"),
+        ("layer_norm_epsilon", 0.0),
+        ("layer_norm_epsilon", float("nan")),
+        ("layer_norm_epsilon", "1e-5"),
+        ("n_inner", 0),
+        ("n_inner", 48.0),
+        ("vocab_size", "377"),
+        ("n_positions", -1),
+        ("n_head", True),
+        ("n_head", 5),
+        ("n_layer", None),
+    ],
+)
+def test_a_setting_that_is_not_supported_is_refused_by_name(copy, key, value):
+    folder = copy("settings")
+    edit(folder / "config.json", **{key: value})
+    with pytest.raises(DamagedFile, match=f"config.json: {key} ") as error:
+        load(folder)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "why"),
+    [
+        ("n_layer", 4, "lacks h.3.ln_1.weight, which config.json asks for"),
+        ("n_layer", 10**100, "lacks h.3.ln_1.weight"),
+        ("n_layer", 2, "has h.2.attn.c_attn.bias, for which config.json has no place"),
+        ("n_positions", 17, r"wpe.weight has the shape \[16, 12\], config.json asks for \[17, 12\]"),
+        ("n_inner", 32, r"h.0.mlp.c_fc.weight has the shape \[12, 31\], config.json asks for \[12, 32\]"),
+        ("tie_word_embeddings", False, "lm_head.weight is missing"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_by_their_name(copy, key, value, why):
+    folder = copy("settings")
+    edit(folder / "config.json", **{key: value})
+    with pytest.raises(DamagedFile, match=why):
+        load(folder)
+
+
+# model.safetensors
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "why"),
+    [
+        ("lm_head.weight", np.zeros((385, 12), np.float32), "lm_head.weight differs from wte.weight"),
+        ("score.weight", np.zeros((2, 12), np.float32), "has score.weight, for which config.json has no place"),
+        ("wpe.weight", np.zeros((16, 12), np.int64), "wpe.weight is of type I64"),
+        ("transformer.wpe.weight", np.zeros((16, 12), np.float32), "wpe.weight is there twice"),
+    ],
+)
+def test_a_tensor_that_gpt2_has_no_use_for_is_refused_by_name(copy, name, array, why):
+    folder = copy("settings")
+    safetensors.numpy.save_file(stored(folder) | {name: array}, folder / "model.safetensors")
+    with pytest.raises(DamagedFile, match=why):
+        load(folder)
+
+
+def one(**changes):
+    """The header of a file with one tensor, 2 floats long."""
+    return {"wte.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} | changes}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"wte.weight": 5}',
+        one(data_offsets=[0, 4]),
+        one(data_offsets=[4, 12]),
+        one(data_offsets=[8, 0]),
+        one(data_offsets=[-8, 0]),
+        one(data_offsets=[0, 2**64]),
+        one(data_offsets=[0]),
+        one(shape=[3]),
+        one(shape=[2**63, 2**63]),
+        one(shape=[-2]),
+        one(dtype="F99"),
+        one(dtype=None),
+        {**one(), "wpe.weight": one()["wte.weight"]},
+    ],
+)
+def test_a_hostile_header_is_refused_in_one_line(copy, header):
+    folder = copy("settings")
+    put(folder / "model.safetensors", header, bytes(8))
+    with pytest.raises(DamagedFile, match="model.safetensors isn't a safetensors file, or is damaged") as error:
+        load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("n_bytes", [0, 7, 8, 100, 20_000, 40_019])
+def test_a_file_that_is_cut_short_is_refused(copy, n_bytes):
+    path = copy("settings") / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:n_bytes])
+    with pytest.raises(DamagedFile, match="model.safetensors isn't a safetensors file, or is damaged"):
+        load(path.parent)
+
+
+@pytest.mark.parametrize(
+    ("places", "why"),
+    [
+        (None, "has no weight_map"),
+        ([], "has no weight_map"),
+        ({"wte.weight": 5}, "has no weight_map"),
+        ({"wte.weight": "../tiny/model-00001-of-00003.safetensors"}, "which isn't a file beside it"),
+        ({"wte.weight": "/etc/passwd"}, "which isn't a file beside it"),
+        ({"wte.weight": ".."}, "which isn't a file beside it"),
+        ({"other": "model-00001-of-00003.safetensors"}, "00001-of-00003.safetensors lacks 'other'"),
+        ({}, "lacks wte.weight"),
+    ],
+)
+def test_an_index_that_leads_nowhere_is_refused(copy, places, why):
+    folder = copy("sharded")
+    edit(folder / "model.safetensors.index.json", weight_map=places)
+    with pytest.raises(DamagedFile, match=why):
+        load(folder)
+
+
+def test_a_missing_shard_is_named(copy):
+    folder = copy("sharded")
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="model-00002-of-00003.safetensors is missing"):
+        load(folder)
+
+
+def test_a_pickle_alone_is_refused_with_the_line_that_converts_it(copy):
+    folder = copy("settings")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(OSError, match="pickle, which can run code .* python -c '.*save_pretrained.*' .*models/tiny$"):
+        load(folder)
+
+
+def test_no_weights_at_all_is_said(copy):
+    folder = copy("settings")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="neither model.safetensors nor"):
+        load(folder)
+
+
+def test_without_the_package_the_line_to_install_it_is_given(copy, monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(OSError, match="pip install safetensors$"):
+        load(GOLDEN / "settings")
+    with pytest.raises(OSError, match="pip install safetensors$"):
+        export(tmp_path / "out", "fairytale")
+    assert not list(tmp_path.iterdir())
+
+
+# Export
+
+
+def test_what_is_exported_loads_bit_for_bit(tmp_path):
+    export(tmp_path / "deeper" / "tale", "fairytale")
+    encoder, hparams, params = load_encoder_hparams_and_params("fairytale")
+    encoder2, hparams2, params2 = load(tmp_path / "deeper" / "tale")
+    assert [a.tobytes() for a in arrays(params2)] == [a.tobytes() for a in arrays(params)]
+    assert hparams2.items() >= hparams.items()
+    text = "Once upon a time, 中文 👑 \n\n there's 1234 <|endoftex|>"
+    assert encoder2.encode(text) == encoder.encode(text)
+    assert encoder2.end_of_text == encoder.end_of_text and encoder2.decoder == encoder.decoder
+    assert {file.name for file in (tmp_path / "deeper" / "tale").iterdir()} == {
+        *("config.json", "model.safetensors", "vocab.json", "merges.txt", "tokenizer_config.json")
+    }
+    assert [path.name for path in (tmp_path / "deeper").iterdir()] == ["tale"]
+    assert len({file.stat().st_mode for file in (tmp_path / "deeper" / "tale").iterdir()}) == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_came_from_transformers_is_exported_with_its_added_tokens_and_settings(name, tmp_path):
+    export(tmp_path / "out", name, GOLDEN)
+    encoder, hparams, params = load(tmp_path / "out")
+    golden = json.loads((GOLDEN / "ids.json").read_text())
+    assert [encoder.encode(text) for text in golden["texts"]] == golden[name]
+    with np.load(GOLDEN / "logits.npz") as expected:
+        assert np.abs(logits(params, hparams["n_head"]) - expected[name]).max() < 1e-4
+
+
+def test_an_empty_folder_is_filled_and_one_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "out").mkdir()
+    export(tmp_path / "out", "fairytale")
+    (tmp_path / "file").touch()
+    for taken in ("out", "file"):
+        with pytest.raises(ValueError, match=f"{taken} is there already and isn't an empty folder"):
+            export(tmp_path / taken, "fairytale")
+
+
+def test_an_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise safetensors.SafetensorError("no space")
+
+    monkeypatch.setattr(safetensors.numpy, "save_file", full)
+    with pytest.raises(OSError, match="model.safetensors: no space"):
+        export(tmp_path / "out", "fairytale")
+    assert not list(tmp_path.iterdir())
