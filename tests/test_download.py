@@ -363,6 +363,13 @@ def test_an_unreachable_host_is_a_connection_error_and_changes_nothing(tmp_path,
     assert not (tmp_path / "models").exists()
 
 
+def test_a_password_in_the_address_is_not_shown(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT2_BASE_URL", "http://me:secret@127.0.0.1:1/x")
+    monkeypatch.setenv("NO_PROXY", "*")
+    with pytest.raises(ConnectionError, match=r"^can't reach 127.0.0.1:1 \("):
+        bring(tmp_path / "models")
+
+
 def test_a_proxy_that_refuses_is_a_connection_error(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT2_BASE_URL", "http://gpt2.invalid")
     monkeypatch.setenv("NO_PROXY", "")
@@ -406,10 +413,32 @@ def test_the_bar_shows_bytes_rate_and_rest_and_starts_where_a_resume_starts(stor
     assert f"98.3k/{(len(files[GRAPH]) + len(files[DATA])) / 1000:.0f}k" in stderr.getvalue().split("\r")[1]
 
 
+def test_the_bar_goes_back_where_a_file_starts_over(store, tmp_path, files):
+    leave_part(store, tmp_path, 98_304)
+    store.faults["GET", GRAPH] = [ignores_range]
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
+        bring(tmp_path)
+    kilobytes = f"{(len(files[GRAPH]) + len(files[DATA])) / 1000:.0f}k"
+    assert f" {kilobytes}/{kilobytes} " in stderr.getvalue().split("\r")[-1]
+
+
+def test_packed_bodies_are_not_asked_for(store, tmp_path):
+    def answer(handler, body):
+        wanted.append(handler.headers["Accept-Encoding"])
+        handler.serve(body)
+
+    wanted = []
+    store.faults["HEAD", GRAPH], store.faults["GET", GRAPH] = [answer], [answer]
+    bring(tmp_path)
+    assert wanted == ["identity", "identity"]
+
+
 ROOT = Path(module.__file__).parent
 RUN = """
-import sys, checkpoint, requests, tqdm
+import signal, sys, checkpoint, requests, tqdm
 from download import download
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 print("ready", flush=True)
 sys.stdin.readline()
 download('355M', sys.argv[1], {}, (0, 0))

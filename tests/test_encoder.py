@@ -64,8 +64,8 @@ TEXTS = [
     "a_b__c---d...e!!!?", "https://example.org/?q=1&r=2#s", "naïve café Zürich", "e\u0301", "ﬁ ﬂ",
     "Ελληνικά", "Привет, мир", "שלום", "مرحبا بالعالم", "नमस्ते दुनिया", "ไทย", "你好，世界", "こんにちは 世界", "한국어",
     "😀", "👩‍👩‍👧‍👦 🇩🇪 👍🏽", "²³¼½ Ⅷ ٣ ०", "\xa0x\xad", "\u2028\u2029\u0085\u3000\u200b\ufeff", "\ufffd", "\U0010ffff",
-    "a" * 100, " " * 1000, "ab" * 60, "Ġ", "Ã©", "!" * 33, "=" * 79, "-" * 32, "aaaaaaab" * 9, "\t \t  \t   ", "\r\n\r\n",
-    "x" * 31 + " " + "y" * 33,
+    "a" * 100, " " * 1000, "ab" * 60, "Ġ", "Ã©", "!" * 33, "=" * 79, "-" * 32, "aaaaaaab" * 9, "\t \t  \t   ",
+    "\r\n\r\n", "x" * 31 + " " + "y" * 33,
 ]  # fmt: skip
 STRINGS = TEXTS + [a + b for a, b in zip(TEXTS, TEXTS[7:] + TEXTS[:7], strict=True)]
 STRINGS += [changed for text in TEXTS for changed in (f"{text} {text}", f"x{text}\n{text}'s", text[::-1])]

@@ -35,6 +35,18 @@ def test_every_token_is_predicted_once_with_half_a_window_of_context(n):
     np.testing.assert_allclose(losses, list(expected_losses(tokens)), atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["small", "one_head", "wide"])
+def test_losses_equal_transformers(name):
+    """Cross-entropy of the logits that transformers computed for a whole window (golden)."""
+    with np.load(ROOT / "tests" / "golden" / "logits.npz") as golden:
+        logits, config = golden[name].astype(float), golden[name + "_config"].tolist()
+    n_vocab, n_ctx, n_embd, n_head, n_layer, seed = config
+    tokens = random_tokens(n_ctx, n_vocab, seed)
+    expected = np.log(np.exp(logits[:-1]).sum(-1)) - logits[np.arange(n_ctx - 1), tokens[1:]]
+    params = random_params(n_vocab, n_ctx, n_embd, n_layer, seed)
+    np.testing.assert_allclose(np.concatenate(list(evaluate.text_losses(tokens, params, n_head))), expected, atol=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [1, 3, 8])
 def test_the_size_of_the_pieces_changes_nothing(monkeypatch, chunk):
     tokens = random_tokens(50)
