@@ -99,15 +99,15 @@ def _entry(value, n_shards):
     number, shard, offset, size = (fields.get(tag, 0) for tag in (DTYPE, SHARD, OFFSET, SIZE))
     dimensions = [value for tag, value in _fields(fields.get(SHAPE, b"")) if tag == DIMENSION]
     shape = tuple(dict(_fields(value)).get(DIMENSION_SIZE, 0) for value in dimensions[: MAX_DIMENSIONS + 1])
-    # Negative numbers are stored plus 2**64, so they are too large, here and below. Empty dimensions count as 1 in
+    # Negative numbers are stored plus 2**64, so here and below they are too large. Empty dimensions count as 1 in
     # this product, since NumPy wants the others possible even so.
     if len(shape) > MAX_DIMENSIONS or math.prod(n or 1 for n in shape) >= 2**58:
         raise ValueError(f"shape {shape} is impossible")
     dtype = DTYPES.get(number, f"TensorFlow's type {number}")
     if number in DTYPES and size != math.prod(shape) * _stored(dtype).itemsize:
         raise ValueError(f"{size} bytes aren't {dtype} of shape {shape}")
-    if shard >= n_shards or offset + size >= 2**63:
-        raise ValueError(f"shard {shard} of {n_shards}, offset {offset}, size {size} is impossible")
+    if shard >= n_shards:
+        raise ValueError(f"there is no shard {shard} of {n_shards}")
     crc = int.from_bytes(fields.get(CRC, b""), "little")
     return Entry(dtype, shape, f"data-{shard:05}-of-{n_shards:05}", offset, size, crc)
 
@@ -207,7 +207,7 @@ def check_crc(prefix, progress=None):
                 crc, n_left = crc32c(part, crc), n_left - len(part)
                 if progress:
                     progress(len(part))
-        if n_left or masked(crc) != entry.crc32c:
+        if masked(crc) != entry.crc32c:
             raise DamagedFile(f"{files[entry.shard]}: variable {name!r} doesn't match its check sum")
 
 

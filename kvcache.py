@@ -15,27 +15,26 @@ import numpy as np
 
 
 def first_rows(buffer, n, views):
-    """The entry that shows the first n rows of the buffer."""
-    kv = buffer[:, :, :n]  # [2, n_head, n_room, d_head] -> [2, n_head, n, d_head]
-    views[:] = [view for view in views if view() is not None] + [weakref.ref(kv)]
+    """The entry that shows the first n positions of the buffer, [2, n_room, n_head, d_head]."""
+    kv = buffer[:, :n].transpose(0, 2, 1, 3)  # [2, n_room, n_head, d_head] -> [2, n_head, n, d_head]
+    views.append(weakref.ref(kv, views.remove))  # it goes from the list when kv does
     return kv, views
 
 
 def empty_entry(n_head, d_head, n_room):
     """An entry of 0 positions with room for n_room. The memory is reserved now and touched only as it fills."""
-    return first_rows(np.empty((2, n_head, n_room, d_head), np.float32), 0, [])
+    return first_rows(np.empty((2, n_room, n_head, d_head), np.float32), 0, [])
 
 
 def extend(entry, kv_new):
     """The entry with new positions behind the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
     kv, views = entry
     buffer, n_past, n_seq = kv.base, kv.shape[2], kv.shape[2] + kv_new.shape[2]
-    longest = max(0 if view() is None else view().shape[2] for view in views)
-    if longest > n_past or n_seq > buffer.shape[2]:
-        n_room = buffer.shape[2] if n_seq <= buffer.shape[2] else 2 * n_seq
-        buffer, views = np.empty((2, kv.shape[1], n_room, kv.shape[3]), np.float32), []
-        buffer[:, :, :n_past] = kv
-    buffer[:, :, n_past:n_seq] = kv_new
+    n_room = buffer.shape[1]
+    if n_seq > n_room or any(view().shape[2] > n_past for view in views):
+        buffer, views = np.empty((2, n_room if n_seq <= n_room else 2 * n_seq, *buffer.shape[2:]), np.float32), []
+        buffer[:, :n_past] = kv.transpose(0, 2, 1, 3)  # [2, n_head, n_past, d_head] -> [2, n_past, n_head, d_head]
+    buffer[:, n_past:n_seq] = kv_new.transpose(0, 2, 1, 3)  # [2, n_head, n_new, d_head] -> [2, n_new, n_head, d_head]
     return first_rows(buffer, n_seq, views)
 
 

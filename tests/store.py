@@ -126,7 +126,7 @@ def no_length(handler, body):
 
 
 def silent(handler, body):
-    time.sleep(1)
+    time.sleep(30)
     handler.close_connection = True
 
 
