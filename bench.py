@@ -18,8 +18,9 @@ import numpy as np
 import batch
 import gpt2
 import gpt2_kvcache
+import speculative
 from kvcache import cached_length
-from sampling import greedy
+from sampling import chooser, greedy, sampler
 
 HERE = Path(__file__).resolve().parent
 
@@ -87,6 +88,49 @@ def check(tokens, params, n_head):
     return worst
 
 
+def speculation(tokens, params, n_head, n_rounds):
+    """What checking 8 tokens in one pass costs, and what guessing gains.
+
+    Prompt lookup on a text that repeats (greedy text does, before long) and on one that doesn't (drawn at a temperature
+    that makes it all but uniform); a draft model, made of the model's own first blocks, on the first of these.
+    """
+    n_ctx = len(tokens)
+    n_past, n_new = n_ctx // 4, min(96, n_ctx // 3)
+    kvcache = cache_of(tokens, params, n_head, n_past)
+    one, eight = alternate(
+        *(
+            lambda n=n: gpt2_kvcache.gpt2(tokens[: n_past + n], **params, n_head=n_head, kvcache=kvcache)
+            for n in (1, 8)
+        ),
+        n_rounds=max(n_rounds, 15),
+    )
+    result = {"eight_over_one": ratio(eight, one)}
+    repeating = gpt2_kvcache.generate(tokens[:3], params, n_head, n_ctx // 16)
+    draft = {**params, "blocks": params["blocks"][: max(1, len(params["blocks"]) // 6)]}
+    price = speculative.n_weights(draft) / speculative.n_weights(params)
+    hot = {"temperature": 100.0, "seed": 0}
+
+    def by_draft():
+        return speculative.by_draft(draft, n_head, chooser(), np.random.default_rng(0))
+
+    for name, prompt, settings, way, cost in (
+        ("lookup, repeating text", repeating, {}, speculative.by_lookup, 0.0),
+        ("lookup, random text", tokens[: n_ctx // 16], hot, lambda: speculative.by_lookup(sampler(**hot)), 0.0),
+        ("draft of the first blocks", repeating, {}, by_draft, price),
+    ):
+        counts = {}
+
+        def plain(prompt=prompt, settings=settings):
+            gpt2_kvcache.generate(prompt, params, n_head, n_new, sampler(**settings))
+
+        def ahead(prompt=prompt, way=way, cost=cost, counts=counts):
+            list(speculative.stream(prompt, params, n_head, n_new, *way(), price=cost, counts=counts))
+
+        seconds = alternate(plain, ahead, n_rounds=n_rounds)
+        result[name] = {"gain": ratio(*seconds), **counts}
+    return result
+
+
 def time_by_position(tokens, params, n_head, n_rounds, bar):
     """[(position, ms with the cache, ms without)]: what the next token costs when so many are there."""
     n_ctx, points = len(tokens), []
@@ -132,7 +176,7 @@ def measure(encoder, params, n_head, n_rounds, bar):
 
     n = min(512, n_ctx)
     products, prefill = alternate(
-        bare_products(params, n), lambda: gpt2_kvcache.prefill(tokens[:n], params, n_head), n_rounds=n_rounds
+        bare_products(params, n), lambda: gpt2_kvcache.prefill(tokens[:n], params, n_head), n_rounds=max(n_rounds, 9)
     )
     share = ratio(products, prefill)
     result["prefill"] = {"tokens": n, "ms": ms(prefill), "bare_products_ms": ms(products), "share_of_their_rate": share}
@@ -151,9 +195,12 @@ def measure(encoder, params, n_head, n_rounds, bar):
     groups = {size: [(tokens[i : i + 5 + i], greedy) for i in range(size)] for size in (1, 8, 16)}
     runs = [lambda g=g: list(batch.stream_batch(g, params, n_head, 24)) for g in groups.values()]
     runs[0] = lambda: gpt2_kvcache.generate(tokens[:5], params, n_head, 24)
-    seconds = alternate(*runs, n_rounds=n_rounds)
+    seconds = alternate(*runs, n_rounds=max(n_rounds, 9))
     result["tokens_per_second"] = {size: 24 * size / ms(t) * 1e3 for size, t in zip(groups, seconds, strict=True)}
     result["batch_gain"] = {size: size * ratio(seconds[0], t) for size, t in zip(groups, seconds, strict=True)}
+    bar.update()
+
+    result["guessing"] = speculation(tokens, params, n_head, n_rounds)
     bar.update()
 
     result["ms_by_position"] = time_by_position(tokens, params, n_head, min(n_rounds, 5), bar)
@@ -232,14 +279,14 @@ def compare_with_torch(params, n_head, n_rounds):
 
             def theirs(n=n, past=past):
                 model(torch.tensor([[tokens[n]]]), past_key_values=past, use_cache=True)
-                past.crop(n)
+                past.crop(-1)
 
             pairs[f"decode_at_{n}"] = alternate(ours, theirs, n_rounds=max(n_rounds, 15))
         n = min(512, n_ctx)
         pairs[f"prefill_{n}"] = alternate(
             lambda: gpt2_kvcache.prefill(tokens[:n], params, n_head),
             lambda: model(torch.tensor([tokens[:n]]), past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1),
-            n_rounds=n_rounds,
+            n_rounds=max(n_rounds, 9),
         )
     result = {name: {"ms": ms(a), "torch_ms": ms(b), "ratio": ratio(a, b)} for name, (a, b) in pairs.items()}
     return result | {"torch": torch.__version__, "threads": torch.get_num_threads()}
@@ -270,6 +317,11 @@ def report(r):
     rows += [("    with it", f"{speedup['s_cached']:.2f} s, {speedup['ratio']:.1f} x faster")]
     for size, rate in r["tokens_per_second"].items():
         rows += [(f"tokens per second, {size} at once", f"{rate:.1f}, {r['batch_gain'][size]:.2f} x one")]
+    for name, x in r["guessing"].items():
+        if name == "eight_over_one":
+            rows += [("8 tokens in one pass", f"{x:.2f} x one token's")]
+        else:
+            rows += [(name, f"{x['gain']:.2f} x plain decoding; {x['accepted']} of {x['guessed']} guesses held")]
     rows += [("cache bytes per token", f"{r['cache_bytes_per_token']:,}")]
     rows += [("from the shell to the first token", f"{start['s']:.2f} s, {start['ratio']:.1f} x import numpy")]
     rows += [("    peak memory", f"{start['peak_bytes'] / 1e6:.0f} MB, {start['peak_over_weights']:.2f} x the weights")]
@@ -319,16 +371,16 @@ def main(
         raise ValueError(f"rounds must be 1 or more, not {rounds}")
     encoder, hparams, params = load(0, model_size, models_dir)
     n_head = hparams["n_head"]
-    with tqdm(total=18 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=19 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
         result = {"model": model_size, "machine": machine(), "rounds": rounds}
+        if torch:  # first, since it is what may be missing
+            result["torch"] = compare_with_torch(params, n_head, rounds)
+            bar.update()
         result |= measure(encoder, params, n_head, rounds, bar)
         result["start"] = start(model_size, models_dir, rounds)
         n_bytes = sum(w.nbytes for w in matrices(params)) + params["wpe"].nbytes
         result["start"]["peak_over_weights"] = result["start"]["peak_bytes"] / n_bytes
         bar.update()
-        if torch:
-            result["torch"] = compare_with_torch(params, n_head, rounds)
-            bar.update()
     print("\n".join(report(result)))
     if json:
         Path(json).write_text(dumps(result, indent=2) + "\n")

@@ -61,7 +61,7 @@ def download(size, models_dir, sha256=SHA256, pauses=PAUSES, timeout=TIMEOUT):
         with locked(folder / "download.lock"):
             missing = [name for name in urls if not (folder / name).is_file()]  # another process may have brought some
             total, initial = sum(lengths[name] for name in missing), sum(held(parts[name]) for name in missing)
-            with tqdm(desc=size, total=total, initial=initial, unit="B", unit_scale=True) as bar:
+            with resumable(), tqdm(desc=size, total=total, initial=initial, unit="B", unit_scale=True) as bar:
                 for name, part in parts.items():
                     if name in missing:
                         if name == DATA:
@@ -73,6 +73,16 @@ def download(size, models_dir, sha256=SHA256, pauses=PAUSES, timeout=TIMEOUT):
     with contextlib.suppress(OSError):  # Windows keeps a file that another process has open
         (folder / "download.lock").unlink()  # whoever still waits for it, or makes a new one, finds nothing left to do
     return folder
+
+
+@contextlib.contextmanager
+def resumable():
+    """Says after Ctrl-C that nothing is lost."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("gpt2: download stopped; the same command goes on from here", file=sys.stderr)
+        raise
 
 
 def base_url():

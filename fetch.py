@@ -8,6 +8,7 @@ inside the file; whoever gives a part its final name checks that first.
 import os
 import re
 import time
+from http.client import HTTPException
 from urllib.parse import urlsplit
 
 
@@ -128,7 +129,9 @@ def forget(part):
 
 
 def reason(error):
-    """The first cause of an error, in few words."""
-    while error.__context__:
-        error = error.__context__
-    return getattr(error, "strerror", None) or str(error) or type(error).__name__
+    """The first cause of a requests error that is the system's or the protocol's, in few words."""
+    first = error
+    while error := error.__context__:
+        if isinstance(error, (OSError, HTTPException)):
+            first = error
+    return getattr(first, "strerror", None) or str(first) or type(first).__name__

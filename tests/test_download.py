@@ -475,7 +475,9 @@ def test_an_interrupt_leaves_a_part_to_go_on_from(store, tmp_path, files):
     process = go(prepare(tmp_path))
     wait_for(lambda: store.sent > 200_000)
     process.send_signal(signal.SIGINT)
-    assert process.communicate()[1].endswith("KeyboardInterrupt\n")
+    errors = process.communicate()[1]
+    assert "gpt2: download stopped; the same command goes on from here\n" in errors
+    assert errors.endswith("KeyboardInterrupt\n")
     assert process.returncode != 0
     n_bytes = (tmp_path / "355M" / f"part-{GRAPH}").stat().st_size
     store.asked.clear()
