@@ -1,7 +1,8 @@
 """Several prompts together: every step reads the weights once for all of them.
 
-Each sequence keeps a cache of its own, the same value as anywhere else; only the products with the weights run on all
-rows at once. A sequence that lacks more than one token (a new prompt, a moved window) catches up by itself first.
+Each sequence keeps a cache of its own, the same value as anywhere else. The products with the weights run on the new
+rows of all sequences at once, one row of most and all of a short prompt that has just joined; attention runs on the
+rows of each. A long prompt, or a window that moved, catches up by itself first.
 """
 
 import itertools
@@ -15,36 +16,56 @@ from gpt2_kvcache import attend, check_tokens, ffn, prefill
 from kvcache import cached_length, empty_entry
 from sampling import check_settings, sampler
 
+JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
 
-def mha(x, c_attn, c_proj, n_head, entries):
-    """x: [n_batch, n_embd], the newest token of each sequence; entries: one block's entry for each of them."""
-    rows = linear(x, **c_attn)  # [n_batch, n_embd] -> [n_batch, 3*n_embd]
-    attended = [attend(rows[i : i + 1], n_head, entry) for i, entry in enumerate(entries)]
-    heads = np.concatenate([row for row, _ in attended])  # n_batch of [1, n_embd] -> [n_batch, n_embd]
+
+def mha(x, ends, c_attn, c_proj, n_head, entries):
+    """x: [n_rows, n_embd], the new tokens of each sequence up to its end; entries: one block's entry for each."""
+    rows = np.split(linear(x, **c_attn), ends[:-1])  # [n_rows, n_embd] -> n_batch of [n_new, 3*n_embd]
+    attended = [attend(qkv, n_head, entry) for qkv, entry in zip(rows, entries, strict=True)]
+    heads = np.concatenate([heads for heads, _ in attended])  # n_batch of [n_new, n_embd] -> [n_rows, n_embd]
     return linear(heads, **c_proj), [entry for _, entry in attended]
 
 
-def gpt2_step(tokens, kvcaches, wte, wpe, blocks, ln_f, n_head):
-    """One token for each sequence. tokens: n_batch ids, not cached yet -> logits [n_batch, n_vocab], longer caches."""
-    x = wte[np.asarray(tokens)] + wpe[[cached_length(kvcache) for kvcache in kvcaches]]  # [n_batch, n_embd]
+def gpt2_step(new, kvcaches, wte, wpe, blocks, ln_f, n_head):
+    """Runs the new tokens of every sequence. -> logits after the last of each [n_batch, n_vocab], the longer caches.
+
+    new: for each sequence the ids that its cache lacks, n_rows in all.
+    """
+    ends = np.cumsum([len(tokens) for tokens in new])  # [n_batch]
+    n_past = [cached_length(kvcache) for kvcache in kvcaches]
+    positions = np.concatenate(
+        [np.arange(n, n + len(tokens)) for n, tokens in zip(n_past, new, strict=True)]
+    )  # [n_rows]
+    x = wte[np.concatenate(new)] + wpe[positions]  # [n_rows, n_embd]
     longer = []  # n_layer lists of n_batch entries
     for block, entries in zip(blocks, zip(*kvcaches, strict=True), strict=True):
-        attended, entries = mha(layer_norm(x, **block["ln_1"]), **block["attn"], n_head=n_head, entries=entries)
-        x = x + attended  # [n_batch, n_embd]
+        attended, entries = mha(layer_norm(x, **block["ln_1"]), ends, **block["attn"], n_head=n_head, entries=entries)
+        x = x + attended  # [n_rows, n_embd]
         x = x + ffn(layer_norm(x, **block["ln_2"]), **block["mlp"])
         longer.append(entries)
-    logits = layer_norm(x, **ln_f) @ wte.T  # [n_batch, n_embd] -> [n_batch, n_vocab]
+    logits = layer_norm(x[ends - 1], **ln_f) @ wte.T  # [n_rows, n_embd] -> [n_batch, n_embd] -> [n_batch, n_vocab]
     return logits, [list(entries) for entries in zip(*longer, strict=True)]
 
 
-def caught_up(window, params, n_head, kvcache):
-    """The cache of all tokens of the window but the last. Does nothing in the usual case that only that one is new."""
+def caught_up(window, params, n_head, kvcache, n_left):
+    """The cache, extended by all tokens of the window but the last if it lacks more than n_left of them."""
     if kvcache is None:
         n_ctx, n_embd = params["wpe"].shape
         kvcache = [empty_entry(n_head, n_embd // n_head, n_ctx) for _ in params["blocks"]]
-    if cached_length(kvcache) < len(window) - 1:
+    if len(window) - cached_length(kvcache) > n_left:
         _, kvcache = prefill(window[:-1], params, n_head, kvcache)
     return kvcache
+
+
+def with_caches(requests, params, n_head):
+    """Yields (inputs, pick, kvcache). Requests in a row for one prompt branch from one run of it; others have None."""
+    for inputs, group in itertools.groupby(requests, key=lambda request: request[0]):
+        check_tokens(inputs, len(params["wte"]))
+        picks, window = [pick for _, pick in group], inputs[window_start(len(inputs), len(params["wpe"])) :]
+        kvcache = caught_up(window, params, n_head, None, n_left=1) if len(picks) > 1 else None
+        for pick in picks:
+            yield inputs, pick, kvcache
 
 
 def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=None, batch_size=16):
@@ -56,34 +77,34 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
     if n_tokens_to_generate == 0:
         yield from ([] for _ in requests)
         return
-    n_ctx, requests = len(params["wpe"]), enumerate(requests)
+    n_ctx, waiting = len(params["wpe"]), enumerate(with_caches(requests, params, n_head))
     running, ended, n_yielded = [], {}, 0
-    trunk = {"inputs": None}  # the last prompt that was run: samples of one prompt branch from its cache
     while True:
-        for index, (inputs, pick) in itertools.islice(requests, batch_size - len(running)):
-            if inputs != trunk["inputs"]:
-                check_tokens(inputs, len(params["wte"]))
-                start = window_start(len(inputs), n_ctx)
-                trunk = {"inputs": inputs, "start": start, "kvcache": caught_up(inputs[start:], params, n_head, None)}
-            running.append({**trunk, "index": index, "pick": pick, "new": []})
+        for index, (inputs, pick, kvcache) in itertools.islice(waiting, batch_size - len(running)):
+            start = window_start(len(inputs), n_ctx)
+            sequence = {"index": index, "tokens": list(inputs), "n_inputs": len(inputs), "pick": pick}
+            running.append({**sequence, "start": start, "kvcache": kvcache})
         if not running:
             return
 
+        new, kvcaches = [], []
         for sequence in running:
-            tokens = sequence["inputs"] + sequence["new"]
-            start = window_start(len(tokens), n_ctx)
-            kvcache = sequence["kvcache"] if start == sequence["start"] else None
-            sequence.update(start=start, newest=tokens[-1], kvcache=caught_up(tokens[start:], params, n_head, kvcache))
+            start = window_start(len(sequence["tokens"]), n_ctx)
+            if start != sequence["start"]:
+                sequence.update(start=start, kvcache=None)
+            window = sequence["tokens"][start:]
+            kvcaches.append(caught_up(window, params, n_head, sequence["kvcache"], n_left=JOIN))
+            new.append(window[cached_length(kvcaches[-1]) :])
 
-        newest, kvcaches = ([sequence[key] for sequence in running] for key in ("newest", "kvcache"))
-        logits, kvcaches = gpt2_step(newest, kvcaches, **params, n_head=n_head)
+        logits, kvcaches = gpt2_step(new, kvcaches, **params, n_head=n_head)
         for sequence, row, kvcache in zip(running, logits, kvcaches, strict=True):
             token = sequence["pick"](row)
-            sequence["kvcache"] = kvcache
             if token != end_of_text:
-                sequence["new"].append(token)
-            if token == end_of_text or len(sequence["new"]) == n_tokens_to_generate:
-                ended[sequence["index"]] = sequence["new"]
+                sequence["tokens"].append(token)
+            sequence["kvcache"] = kvcache
+            text = sequence["tokens"][sequence["n_inputs"] :]
+            if token == end_of_text or len(text) == n_tokens_to_generate:
+                ended[sequence["index"]] = text
         running = [sequence for sequence in running if sequence["index"] not in ended]
         while n_yielded in ended:
             yield ended.pop(n_yielded)

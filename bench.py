@@ -192,11 +192,12 @@ def measure(encoder, params, n_head, n_rounds, bar):
     result["speedup"]["ratio"] = ratio(plain, cached)
     bar.update()
 
+    n_each = min(48, n_ctx // 4)
     groups = {size: [(tokens[i : i + 5 + i], greedy) for i in range(size)] for size in (1, 8, 16)}
-    runs = [lambda g=g: list(batch.stream_batch(g, params, n_head, 24)) for g in groups.values()]
-    runs[0] = lambda: gpt2_kvcache.generate(tokens[:5], params, n_head, 24)
+    runs = [lambda g=g: list(batch.stream_batch(g, params, n_head, n_each)) for g in groups.values()]
+    runs[0] = lambda: gpt2_kvcache.generate(tokens[:5], params, n_head, n_each)
     seconds = alternate(*runs, n_rounds=max(n_rounds, 9))
-    result["tokens_per_second"] = {size: 24 * size / ms(t) * 1e3 for size, t in zip(groups, seconds, strict=True)}
+    result["tokens_per_second"] = {size: n_each * size / ms(t) * 1e3 for size, t in zip(groups, seconds, strict=True)}
     result["batch_gain"] = {size: size * ratio(seconds[0], t) for size, t in zip(groups, seconds, strict=True)}
     bar.update()
 

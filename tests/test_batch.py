@@ -65,13 +65,21 @@ def test_samples_of_one_prompt_branch_from_one_run_of_it(monkeypatch):
 
 
 def test_a_step_reads_the_weights_once_for_all(monkeypatch):
+    """So does the first one, whose rows are all tokens of these short prompts."""
     rows, real = [], batch.linear
     for module in (batch, gpt2_kvcache):
         monkeypatch.setattr(module, "linear", lambda x, w, b: rows.append(len(x)) or real(x, w, b))
-    list(batch.stream_batch([(p[:5], greedy) for p in PROMPTS], PARAMS, N_HEAD, 6))
+    prompts = [p[:5] for p in PROMPTS]
+    list(batch.stream_batch([(p, greedy) for p in prompts], PARAMS, N_HEAD, 6))
     n_products = 3 * len(PARAMS["blocks"])
-    assert rows.count(len(PROMPTS)) == 6 * n_products  # the steps
-    assert len(rows) - rows.count(len(PROMPTS)) == 7 * n_products  # the prompts of more than one token, before them
+    assert rows == [sum(map(len, prompts))] * n_products + [len(prompts)] * 5 * n_products
+
+
+@pytest.mark.parametrize("join", [1, 2, 4, 100])
+def test_prompts_catch_up_alone_or_together_with_the_same_result(monkeypatch, join):
+    expected = [gpt2.generate(p, PARAMS, N_HEAD, 30) for p in PROMPTS]
+    monkeypatch.setattr(batch, "JOIN", join)
+    assert list(batch.stream_batch([(p, greedy) for p in PROMPTS], PARAMS, N_HEAD, 30, batch_size=3)) == expected
 
 
 def test_zero_tokens_and_no_requests():
