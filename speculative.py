@@ -16,13 +16,13 @@ from gpt2_kvcache import gpt2, prefill
 from kvcache import cached_length, truncate
 from sampling import check_settings, chooser, draw, greedy, sampler
 
-# What a pass over so many tokens costs, in passes over one: the median on 124M's shape, two cores, 10 tokens cached
-# (bench.py prints it for any machine). Reading the weights for 2 rows takes a matrix product where 1 row takes a
-# vector product; after that, rows are cheap.
-COST_TOKENS, COST = (1, 2, 8, 16, 32), (1.0, 2.2, 2.3, 3.0, 4.4)
+# What a pass over so many tokens costs, in passes over one: medians of the bare products with all weights of 124M's
+# shape on two cores (NumPy 2.4's OpenBLAS). Two rows take a matrix product, where one takes a vector product that runs
+# at the speed of memory; after that, rows are cheap.
+COST_TOKENS, COST = (1, 2, 8, 16), (1.0, 2.67, 2.75, 3.11)
 LONGEST_NGRAM, SHORTEST_NGRAM = 6, 2
 MEMORY = 0.85  # how much of the estimated acceptance stays when a new observation comes in
-PROBE = 64  # after so many passes without a guess, one is tried, where guesses cost something
+PROBE = 64  # after so many passes without a guess, one is tried where guesses cost something
 
 
 def lookup(tokens, n):
@@ -41,7 +41,8 @@ def lookup(tokens, n):
             best, best_length = end, length
         if length == LONGEST_NGRAM:
             break
-    return [] if best is None else tokens[best : best + n]
+    period = [] if best is None else tokens[best:]  # behind the end of the text it begins again
+    return [period[i % len(period)] for i in range(n)] if period else []
 
 
 def how_many(acceptance, n_most, cost_of_a_guess=0.0):
@@ -122,13 +123,14 @@ def stream(
         if window_start(len(tokens), n_ctx) != start:
             start, kvcache = window_start(len(tokens), n_ctx), None
         n_most = min(guesses, n_ctx - (len(tokens) - start), n_end - len(tokens) - 1)
-        k = how_many(acceptance, n_most, price)
+        k, guess = how_many(acceptance, n_most, price), []
         n_idle = 0 if k else n_idle + 1
-        if n_idle >= PROBE and price:  # guesses that nobody makes teach nothing
-            k, n_idle = min(1, n_most), 0
-        guess = []
-        if k or not price:
-            guess, state = propose(tokens, start, max(k, 1), state)
+        if price == 0:
+            guess, state = propose(tokens, start, max(n_most, 1), state)
+            k = how_many(acceptance, min(len(guess), n_most))
+        elif k or (n_idle >= PROBE and n_most):  # guesses that nobody makes teach nothing: one is tried now and then
+            k, n_idle = max(k, 1), 0
+            guess, state = propose(tokens, start, k, state)
         rows, kvcache = run_ahead(tokens[start:], guess[:k], params, n_head, kvcache)
         new, state = verify(rows, guess[:k], state)
         n_held = len(new) - 1

@@ -135,7 +135,7 @@ def test_sampled_frequencies_cannot_be_told_from_plain_ones(monkeypatch, quality
 
     monkeypatch.setattr(speculative, "gpt2", remembered(gpt2_kvcache.gpt2))
     monkeypatch.setattr(speculative, "prefill", remembered(gpt2_kvcache.prefill))
-    monkeypatch.setattr(speculative, "how_many", lambda acceptance, n_most, price: n_most)
+    monkeypatch.setattr(speculative, "how_many", lambda acceptance, n_most, price=0.0: n_most)
     monkeypatch.setattr(speculative, "SHORTEST_NGRAM", 1)
     prompt, to_p, rng, n = [3, 0, 4, 2, 1, 3, 1], chooser(**SETTINGS), np.random.default_rng(3), 20_000
     if quality == "lookup":
@@ -177,7 +177,8 @@ def test_lookup_finds_what_followed_the_longest_and_then_the_last_match():
     assert lookup([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
     assert lookup([1, 2, 3, 4, 2, 3, 5, 2, 3], 1) == [5]
     assert lookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1) == [4]
-    assert lookup([7, 7, 7, 7], 3) == [7]
+    assert lookup([7, 7, 7, 7], 3) == [7, 7, 7]
+    assert lookup([1, 2, 1, 2, 1], 4) == [2, 1, 2, 1]
     assert lookup([1, 2, 3, 4], 3) == lookup([3, 1, 2, 3], 3) == lookup([1], 3) == []
 
 
@@ -206,7 +207,7 @@ def test_a_wrong_guess_copies_nothing(monkeypatch):
         return logits, kvcache
 
     monkeypatch.setattr(speculative, "gpt2", watched)
-    monkeypatch.setattr(speculative, "how_many", lambda acceptance, n_most, price: n_most)
+    monkeypatch.setattr(speculative, "how_many", lambda acceptance, n_most, price=0.0: n_most)
     params, counts = random_params(n_vocab=7, n_ctx=128), {}
     draft = random_params(n_vocab=7, n_ctx=128, seed=3)
     list(stream([1, 2, 3], params, N_HEAD, 100, *by_greedy_draft(draft, N_HEAD), counts=counts))
