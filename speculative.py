@@ -1,9 +1,10 @@
 """Several tokens a pass, losslessly: guess the next few, run them all at once, keep those that are right.
 
-A decode step is bounded by reading the weights, and a pass over eight tokens reads them once, as one over a single token
-does: it takes less than three times as long. With a cache that is a value a wrong guess costs nothing: `truncate` forgets it. Guesses come from the text itself (the place
-where the last few tokens occurred before) or from a smaller model with the same vocabulary. Sources: Leviathan et al.
-(arXiv 2211.17192) and Chen et al. (arXiv 2302.01318); prompt lookup is Apoorv Saxena's (2023).
+A decode step is bounded by reading the weights, and a pass over eight tokens reads them once, as one over a single
+token does: it takes less than three times as long. With a cache that is a value a wrong guess costs nothing: `truncate`
+forgets it. Guesses come from the text itself (the place where the last few tokens occurred before) or from a smaller
+model with the same vocabulary. Sources: Leviathan et al. (arXiv 2211.17192) and Chen et al. (arXiv 2302.01318); prompt
+lookup is Apoorv Saxena's (2023).
 """
 
 import sys
