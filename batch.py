@@ -12,8 +12,8 @@ import numpy as np
 
 from command_line import load, progress, read_text
 from gpt2 import layer_norm, linear, window_start
-from gpt2_kvcache import attend, check_tokens, ffn, prefill
-from kvcache import cached_length, empty_entry
+from gpt2_kvcache import attend, ffn, prefill, to_vocabulary
+from kvcache import cached_length, check_tokens, empty_entry
 from sampling import check_settings, sampler
 
 JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
@@ -44,7 +44,8 @@ def gpt2_step(new, kvcaches, wte, wpe, blocks, ln_f, n_head):
         x = x + attended  # [n_rows, n_embd]
         x = x + ffn(layer_norm(x, **block["ln_2"]), **block["mlp"])
         longer.append(entries)
-    logits = layer_norm(x[ends - 1], **ln_f) @ wte.T  # [n_rows, n_embd] -> [n_batch, n_embd] -> [n_batch, n_vocab]
+    x = layer_norm(x[ends - 1], **ln_f)  # [n_rows, n_embd] -> [n_batch, n_embd]
+    logits = to_vocabulary(x, wte)  # [n_batch, n_embd] -> [n_batch, n_vocab]
     return logits, [list(entries) for entries in zip(*longer, strict=True)]
 
 

@@ -7,7 +7,9 @@ import numpy as np
 
 from command_line import load, progress, read_text
 from encoder import END_OF_TEXT
-from gpt2_kvcache import PREFILL_CHUNK, gpt2
+from gpt2_kvcache import gpt2
+
+PIECE = 256  # tokens whose logits are in memory at once
 
 
 def token_losses(logits, targets):
@@ -32,7 +34,7 @@ def text_losses(tokens, params, n_head):
         if end:
             _, kvcache = gpt2(window[:end], **params, n_head=n_head, n_logits=0)
         while end < len(window) - 1:
-            n_past, end = end, min(end + PREFILL_CHUNK, len(window) - 1)
+            n_past, end = end, min(end + PIECE, len(window) - 1)
             logits, kvcache = gpt2(window[:end], **params, n_head=n_head, kvcache=kvcache)  # [end - n_past, n_vocab]
             yield token_losses(logits, window[n_past + 1 : end + 1])
         n_done = start + len(window)

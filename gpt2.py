@@ -36,7 +36,7 @@ def layer_norm(x, g, b, eps=1e-5):
     """Each position to mean 0 and variance 1 along its channels, then scaled by g and shifted by b."""
     n_embd = x.shape[-1]
     x = x - x.sum(axis=-1, keepdims=True) / n_embd
-    variance = (x * x).sum(axis=-1, keepdims=True) / n_embd  # [n_seq, 1]
+    variance = np.vecdot(x, x)[:, None] / n_embd  # [n_seq, 1]
     x /= np.sqrt(variance + eps)
     x *= g
     x += b
@@ -61,7 +61,8 @@ def split_heads(x, n_head):
 
 def merge_heads(x):
     x = x.transpose(1, 0, 2)  # [n_head, n_seq, d_head] -> [n_seq, n_head, d_head]
-    return x.reshape(x.shape[0], -1)  # [n_seq, n_head, d_head] -> [n_seq, n_embd]
+    n_seq, n_head, d_head = x.shape
+    return x.reshape(n_seq, n_head * d_head)  # [n_seq, n_head, d_head] -> [n_seq, n_embd]
 
 
 def attention(q, k, v, mask=None):

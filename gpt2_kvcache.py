@@ -10,112 +10,126 @@ import math
 import numpy as np
 
 from gpt2 import gelu, layer_norm, linear, merge_heads, split_heads, window_start
-from kvcache import cached_length, empty_entry, extend
+from kvcache import cached_length, check, empty_entry, extend
 from sampling import greedy, sampler
 
-PREFILL_CHUNK = 256  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
+PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
+N_QUERIES, N_SCORES = 128, 400_000  # queries and scores that attention has in hand at a time: 1.6 MB fit a core's cache
 
 
-def attention(q, k, v):
-    """gpt2.attention, for the last n_new queries. q: [n_head, n_new, d_head], k, v: [n_head, n_seq, d_head] -> as q.
+def attention(q, k, v, mask=None):
+    """gpt2.attention in place, the division after the product, where there is less to divide.
 
-    New token i sees keys up to n_past + i: without a cache that is the causal mask, for one new token no mask at all.
-    Only the last n_new columns need it. All in place, the division after the product, where there is less to divide:
-    NumPy spends as long on these steps over [n_head, n_new, n_seq] as on the products.
+    mask: [n_q, n_q] float32, added to the scores of the last n_q keys.
     """
-    n_new = q.shape[1]
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(0, 2, 1)  # [n_head, n_new, n_seq]
-    if n_new > 1:
-        scores[:, :, -n_new:] += np.triu(np.full((n_new, n_new), -1e10, np.float32), 1)
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(0, 2, 1)  # [n_head, n_q, n_seq]
+    if mask is not None:
+        scores[:, :, -len(mask) :] += mask
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    heads = scores @ v  # [n_head, n_new, n_seq] @ [n_head, n_seq, d_head] -> [n_head, n_new, d_head]
+    heads = scores @ v  # [n_head, n_q, n_seq] @ [n_head, n_seq, d_head] -> [n_head, n_q, d_head]
     heads /= scores.sum(axis=-1, keepdims=True)
     return heads
 
 
-def attend(qkv, n_head, kvcache=None):
-    """Attention of n_new tokens over the cached positions and themselves. qkv: [n_new, 3*n_embd], what c_attn gives.
+def causal_attention(q, k, v):
+    """Attention of the last n_q positions. q: [n_head, n_q, d_head], k and v: [n_head, n_seq, d_head] -> as q.
 
-    kvcache: one block's entry. -> [n_new, n_embd], the entry with n_new more positions.
+    Query i sees keys up to n_seq - n_q + i: without a cache that is the causal mask, for one query no mask at all.
+    A few queries and heads at a time, so that the scores stay in a core's own cache through all steps, and those of
+    keys behind the last query at hand are never computed.
+    """
+    (n_head, n_q, _), n_seq = q.shape, k.shape[1]
+    if n_q == 1:
+        return attention(q, k, v)
+    heads = np.empty_like(q)  # [n_head, n_q, d_head]
+    triangle = np.triu(np.full((N_QUERIES, N_QUERIES), -1e10, np.float32), 1)
+    for i in range(0, n_q, N_QUERIES):
+        n = min(N_QUERIES, n_q - i)
+        n_seen, mask = n_seq - n_q + i + n, triangle[:n, :n]
+        step = max(1, N_SCORES // (n * n_seen))
+        for h in range(0, n_head, step):
+            some = slice(h, h + step)
+            heads[some, i : i + n] = attention(q[some, i : i + n], k[some, :n_seen], v[some, :n_seen], mask)
+    return heads
+
+
+def attend(qkv, n_head, kvcache=None, n_out=None):
+    """Attention of new tokens over the cached positions and themselves. qkv: [n_new, 3*n_embd], what c_attn gives.
+
+    kvcache: one block's entry. -> rows of the last n_out tokens [n_out, n_embd], the entry with n_new more positions.
     """
     qkv = split_heads(qkv, n_head)  # [n_new, 3*n_embd] -> [3, n_head, n_new, d_head]
+    n_new, d_head = qkv.shape[2:]
     if kvcache is None:
-        kvcache = empty_entry(n_head, d_head=qkv.shape[3], n_room=qkv.shape[2])
+        kvcache = empty_entry(n_head, d_head, n_room=n_new)
     kvcache = extend(kvcache, qkv[1:])
+    q = qkv[0] if n_out is None else qkv[0, :, max(n_new - n_out, 0) :]  # [n_head, n_out, d_head]
     k, v = kvcache[0]  # 2 of [n_head, n_past + n_new, d_head]
-    return merge_heads(attention(qkv[0], k, v)), kvcache  # [n_head, n_new, d_head] -> [n_new, n_embd]
+    return merge_heads(causal_attention(q, k, v)), kvcache  # [n_head, n_out, d_head] -> [n_out, n_embd]
 
 
-def mha(x, c_attn, c_proj, n_head, kvcache=None):
-    """Multi-head attention, causal. x: [n_new, n_embd], one block's entry -> the same, longer by n_new positions."""
+def mha(x, c_attn, c_proj, n_head, kvcache=None, n_out=None):
+    """Multi-head attention, causal. x: [n_new, n_embd] -> [n_out, n_embd], the entry longer by n_new positions."""
     qkv = linear(x, **c_attn)  # [n_new, n_embd] -> [n_new, 3*n_embd]
-    heads, kvcache = attend(qkv, n_head, kvcache)  # [n_new, 3*n_embd] -> [n_new, n_embd]
-    return linear(heads, **c_proj), kvcache  # [n_new, n_embd] -> [n_new, n_embd]
+    heads, kvcache = attend(qkv, n_head, kvcache, n_out)  # [n_new, 3*n_embd] -> [n_out, n_embd]
+    return linear(heads, **c_proj), kvcache  # [n_out, n_embd] -> [n_out, n_embd]
 
 
 def ffn(x, c_fc, c_proj):
     """gpt2.ffn. Bias and GELU a few rows at a time: these stay in the core's own cache, and a prompt takes 7 % less."""
     hidden = x @ c_fc["w"]  # [n_new, n_embd] -> [n_new, 4*n_embd]
     for i in range(0, len(hidden), 16):
-        rows = hidden[i : i + 16]
-        rows += c_fc["b"]
-        rows[:] = gelu(rows)
+        hidden[i : i + 16] = gelu(hidden[i : i + 16] + c_fc["b"])
     return linear(hidden, **c_proj)  # [n_new, 4*n_embd] -> [n_new, n_embd]
 
 
-def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None):
-    attended, kvcache = mha(layer_norm(x, **ln_1), **attn, n_head=n_head, kvcache=kvcache)
-    x = x + attended  # [n_new, n_embd]
+def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None, n_out=None):
+    """x: [n_new, n_embd], one block's entry -> [n_out, n_embd], the longer entry.
+
+    n_out: how many of the last rows somebody reads; all n_new by default. Keys and values are kept of all of them.
+    """
+    attended, kvcache = mha(layer_norm(x, **ln_1), **attn, n_head=n_head, kvcache=kvcache, n_out=n_out)
+    x = x[len(x) - len(attended) :] + attended  # [n_new, n_embd] -> [n_out, n_embd]
     return x + ffn(layer_norm(x, **ln_2), **mlp), kvcache
 
 
-def check_tokens(tokens, n_vocab):
-    """ValueError for an id that isn't in the vocabulary; NumPy would take -1 for the last one."""
-    for token in tokens:
-        if not 0 <= token < n_vocab:
-            raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
+def to_vocabulary(x, wte):
+    """x @ wte.T: [n, n_embd] -> logits [n, n_vocab].
 
-
-def check(inputs, wte, wpe, blocks, n_head, kvcache):
-    """ValueError where inputs and cache don't go together with each other or with the weights."""
-    n_past, d_head = cached_length(kvcache), wte.shape[1] // n_head
-    if kvcache is not None and len(kvcache) != len(blocks):
-        raise ValueError(f"the cache has {len(kvcache)} blocks, the model {len(blocks)}")
-    for i, (kv, _) in enumerate(kvcache or []):
-        if kv.shape != (2, n_head, n_past, d_head):
-            got = f"{kv.shape[2]} positions of {kv.shape[1]} heads of {kv.shape[3]} channels"
-            raise ValueError(f"block {i} of the cache has {got}, not {n_past} of {n_head} of {d_head}")
-    if n_past >= len(inputs):
-        raise ValueError(f"nothing to run: {n_past} positions are cached, inputs has {len(inputs)} tokens")
-    if len(inputs) > len(wpe):
-        raise ValueError(f"inputs has {len(inputs)} tokens, the model's window n_ctx {len(wpe)}")
-    check_tokens(inputs[n_past:], len(wte))
+    BLAS copies a matrix into an order of its own before it multiplies more rows than one. That is most of the work for
+    2 to 32 rows, and a third less of it in blocks and the other way round (measured with OpenBLAS 0.3.31).
+    """
+    if not 1 < len(x) <= 32:
+        return x @ wte.T  # [n, n_embd] @ [n_embd, n_vocab] -> [n, n_vocab]
+    logits = np.empty((len(x), len(wte)), np.float32)  # [n, n_vocab]
+    for i in range(0, len(wte), 768):
+        logits[:, i : i + 768] = (wte[i : i + 768] @ x.T).T  # [768, n_embd] @ [n_embd, n] -> [n, 768]
+    return logits
 
 
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kvcache=None, n_logits=None):
     """Runs the tokens of inputs that the cache lacks. -> logits [n_new, n_vocab] float32, the cache of all inputs.
 
     inputs: the whole sequence, n_seq <= n_ctx token ids, of which the first n_past are cached (n_new = n_seq - n_past).
-    n_logits: how many of the last positions are projected to the vocabulary, all of the new ones by default.
+    n_logits: of how many of the last positions somebody wants logits; of all new ones by default. The last block and
+    the vocabulary run for these alone.
     """
     check(inputs, wte, wpe, blocks, n_head, kvcache)
     n_past = cached_length(kvcache)
     if kvcache is None:
         kvcache = [empty_entry(n_head, wte.shape[1] // n_head, len(wpe)) for _ in blocks]
     x = wte[np.asarray(inputs[n_past:])] + wpe[n_past : len(inputs)]  # [n_new] -> [n_new, n_embd]
-    longer = []
-    for block, entry in zip(blocks, kvcache, strict=True):
-        x, entry = transformer_block(x, **block, n_head=n_head, kvcache=entry)
+    longer, n_out = [], [None] * (len(blocks) - 1) + [n_logits]
+    for block, entry, n in zip(blocks, kvcache, n_out, strict=True):
+        x, entry = transformer_block(x, **block, n_head=n_head, kvcache=entry, n_out=n)
         longer.append(entry)
-    if n_logits is not None:
-        x = x[len(x) - n_logits :]  # [n_new, n_embd] -> [n_logits, n_embd]
-    return layer_norm(x, **ln_f) @ wte.T, longer  # [n_new, n_embd] -> [n_new, n_vocab]
+    return to_vocabulary(layer_norm(x, **ln_f), wte), longer  # [n_logits, n_embd] -> [n_logits, n_vocab]
 
 
-def prefill(inputs, params, n_head, kvcache=None):
+def prefill(inputs, params, n_head, kvcache=None, chunk=PREFILL_CHUNK):
     """Runs what the cache lacks, in pieces. -> logits of the last position [n_vocab], the cache of all inputs."""
-    for end in range(cached_length(kvcache) + PREFILL_CHUNK, len(inputs), PREFILL_CHUNK):
+    for end in range(cached_length(kvcache) + chunk, len(inputs), chunk):
         _, kvcache = gpt2(inputs[:end], **params, n_head=n_head, kvcache=kvcache, n_logits=0)
     logits, kvcache = gpt2(inputs, **params, n_head=n_head, kvcache=kvcache, n_logits=1)
     return logits[-1], kvcache  # [1, n_vocab] -> [n_vocab]

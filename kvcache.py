@@ -7,6 +7,7 @@ Caches that share a buffer share the list `views` of weak references, one to the
 Why this is safe: rows behind the longest living kv of a buffer are visible to nobody, so the longest may grow into them
 in place; any other is first copied to a buffer of its own. No row that a cache shows is ever written again.
 (Keep the cache, not an array sliced out of it: only the kv of a cache counts as living.)
+At the end of the file: what a cache and the tokens to run must be like.
 """
 
 import weakref
@@ -48,3 +49,26 @@ def truncate(kvcache, n):
     if not 0 <= n <= cached_length(kvcache):
         raise ValueError(f"can't cut a cache of {cached_length(kvcache)} positions to {n}")
     return [first_rows(kv.base, n, views) for kv, views in kvcache]
+
+
+def check_tokens(tokens, n_vocab):
+    """ValueError for an id that isn't in the vocabulary; NumPy would take -1 for the last one."""
+    for token in tokens:
+        if not 0 <= token < n_vocab:
+            raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
+
+
+def check(inputs, wte, wpe, blocks, n_head, kvcache):
+    """ValueError where inputs and cache don't go together with each other or with the weights."""
+    n_past, d_head = cached_length(kvcache), wte.shape[1] // n_head
+    if kvcache is not None and len(kvcache) != len(blocks):
+        raise ValueError(f"the cache has {len(kvcache)} blocks, the model {len(blocks)}")
+    for i, (kv, _) in enumerate(kvcache or []):
+        if kv.shape != (2, n_head, n_past, d_head):
+            got = f"{kv.shape[2]} positions of {kv.shape[1]} heads of {kv.shape[3]} channels"
+            raise ValueError(f"block {i} of the cache has {got}, not {n_past} of {n_head} of {d_head}")
+    if n_past >= len(inputs):
+        raise ValueError(f"nothing to run: {n_past} positions are cached, inputs has {len(inputs)} tokens")
+    if len(inputs) > len(wpe):
+        raise ValueError(f"inputs has {len(inputs)} tokens, the model's window n_ctx {len(wpe)}")
+    check_tokens(inputs[n_past:], len(wte))

@@ -51,7 +51,7 @@ def test_losses_equal_transformers(name):
 def test_the_size_of_the_pieces_changes_nothing(monkeypatch, chunk):
     tokens = random_tokens(50)
     expected = np.concatenate(list(evaluate.text_losses(tokens, PARAMS, N_HEAD)))
-    monkeypatch.setattr(evaluate, "PREFILL_CHUNK", chunk)
+    monkeypatch.setattr(evaluate, "PIECE", chunk)
     losses = np.concatenate(list(evaluate.text_losses(tokens, PARAMS, N_HEAD)))
     np.testing.assert_allclose(losses, expected, atol=1e-5)
 

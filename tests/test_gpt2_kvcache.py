@@ -24,6 +24,10 @@ def plain(tokens):
     return gpt2.gpt2(tokens, **PARAMS, n_head=N_HEAD)
 
 
+def normal(*shape):
+    return np.random.default_rng(sum(shape)).standard_normal(shape, dtype=np.float32)
+
+
 def contents(kvcache):
     return [kv.copy() for kv, _ in kvcache]
 
@@ -153,12 +157,47 @@ def test_n_logits_projects_the_last_positions_alone():
         np.testing.assert_allclose(logits, everything[N_CTX - n :], atol=1e-5)
 
 
+def test_more_logits_than_new_positions_are_those_of_the_new_ones():
+    _, kvcache = run(TOKENS[:-2])
+    logits, _ = run(TOKENS, kvcache, n_logits=5)
+    np.testing.assert_allclose(logits, plain(TOKENS)[-2:], atol=1e-5)
+
+
+@pytest.mark.parametrize("n_out", [0, 1, 4, 9, None])
+def test_a_block_runs_the_last_rows_alone_and_keeps_all_keys(n_out):
+    x, block = normal(9, PARAMS["wte"].shape[1]), PARAMS["blocks"][0]
+    expected = gpt2.transformer_block(x, **block, n_head=N_HEAD)
+    y, (kv, _) = gpt2_kvcache.transformer_block(x, **block, n_head=N_HEAD, n_out=n_out)
+    assert kv.shape[2] == 9 and len(y) == (9 if n_out is None else n_out) and y.dtype == np.float32
+    np.testing.assert_allclose(y, expected[9 - len(y) :], atol=1e-5)
+
+
+@pytest.mark.parametrize(("n_queries", "n_scores"), [(1, 1), (2, 30), (3, 10**6), (7, 60), (100, 1)])
+@pytest.mark.parametrize(("n_q", "n_seq"), [(1, 1), (1, 9), (9, 9), (2, 9), (7, 9)])
+def test_attention_in_pieces_is_masked_attention(monkeypatch, n_queries, n_scores, n_q, n_seq):
+    monkeypatch.setattr(gpt2_kvcache, "N_QUERIES", n_queries)
+    monkeypatch.setattr(gpt2_kvcache, "N_SCORES", n_scores)
+    q, k, v = normal(4, n_q, 8), normal(4, n_seq, 8), normal(4, n_seq, 8)
+    expected = gpt2.attention(q, k, v, np.tri(n_q, n_seq, n_seq - n_q, dtype=bool))
+    heads = gpt2_kvcache.causal_attention(q, k, v)
+    assert heads.dtype == np.float32
+    np.testing.assert_allclose(heads, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("n", [0, 1, 2, 32, 33])
+@pytest.mark.parametrize("n_vocab", [1, 767, 768, 1700])
+def test_the_product_with_the_vocabulary_in_blocks(n, n_vocab):
+    x, wte = normal(n, 16), normal(n_vocab, 16)
+    logits = gpt2_kvcache.to_vocabulary(x, wte)
+    assert logits.shape == (n, n_vocab) and logits.dtype == np.float32
+    np.testing.assert_allclose(logits, x @ wte.T, atol=1e-4)
+
+
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
-def test_prefill_in_pieces_equals_one_pass(monkeypatch, chunk):
-    monkeypatch.setattr(gpt2_kvcache, "PREFILL_CHUNK", chunk)
+def test_prefill_in_pieces_equals_one_pass(chunk):
     _, kvcache = run(TOKENS[:3])
     for start in (None, kvcache):
-        logits, longer = gpt2_kvcache.prefill(TOKENS, PARAMS, N_HEAD, start)
+        logits, longer = gpt2_kvcache.prefill(TOKENS, PARAMS, N_HEAD, start, chunk)
         assert logits.shape == (50,) and cached_length(longer) == N_CTX
         np.testing.assert_allclose(logits, plain(TOKENS)[-1], atol=1e-5)
 
