@@ -11,9 +11,10 @@ import json
 import numpy as np
 
 from command_line import load, progress, read_text
-from gpt2 import layer_norm, linear, window_start
-from gpt2_kvcache import attend, ffn, prefill, to_vocabulary
-from kvcache import cached_length, check_tokens, empty_entry
+from few_rows import linear, to_vocabulary
+from gpt2 import layer_norm, window_start
+from gpt2_kvcache import attend, ffn, prefill
+from kvcache import cached_length, check_tokens, empty_cache
 from sampling import check_settings, sampler
 
 JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
@@ -49,22 +50,25 @@ def gpt2_step(new, kvcaches, wte, wpe, blocks, ln_f, n_head):
     return logits, [list(entries) for entries in zip(*longer, strict=True)]
 
 
-def caught_up(window, params, n_head, kvcache, n_left):
-    """The cache, extended by all tokens of the window but the last if it lacks more than n_left of them."""
+def caught_up(window, params, n_head, kvcache, n_left, n_more):
+    """The cache, extended by all tokens of the window but the last if it lacks more than n_left of them.
+
+    n_more: how many tokens will come behind the window, for which a new cache has room.
+    """
     if kvcache is None:
         n_ctx, n_embd = params["wpe"].shape
-        kvcache = [empty_entry(n_head, n_embd // n_head, n_ctx) for _ in params["blocks"]]
+        kvcache = empty_cache(len(params["blocks"]), n_head, n_embd // n_head, min(n_ctx, len(window) + n_more))
     if len(window) - cached_length(kvcache) > n_left:
         _, kvcache = prefill(window[:-1], params, n_head, kvcache)
     return kvcache
 
 
-def with_caches(requests, params, n_head):
+def with_caches(requests, params, n_head, n_more):
     """Yields (inputs, pick, kvcache). Requests in a row for one prompt branch from one run of it; others have None."""
     for inputs, group in itertools.groupby(requests, key=lambda request: request[0]):
         check_tokens(inputs, len(params["wte"]))
         picks, window = [pick for _, pick in group], inputs[window_start(len(inputs), len(params["wpe"])) :]
-        kvcache = caught_up(window, params, n_head, None, n_left=1) if len(picks) > 1 else None
+        kvcache = caught_up(window, params, n_head, None, 1, n_more) if len(picks) > 1 else None
         for pick in picks:
             yield inputs, pick, kvcache
 
@@ -78,7 +82,7 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
     if n_tokens_to_generate == 0:
         yield from ([] for _ in requests)
         return
-    n_ctx, waiting = len(params["wpe"]), enumerate(with_caches(requests, params, n_head))
+    n_ctx, waiting = len(params["wpe"]), enumerate(with_caches(requests, params, n_head, n_tokens_to_generate))
     running, ended, n_yielded = [], {}, 0
     while True:
         for index, (inputs, pick, kvcache) in itertools.islice(waiting, batch_size - len(running)):
@@ -94,8 +98,9 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
             if start != sequence["start"]:
                 sequence.update(start=start, kvcache=None)
             window = sequence["tokens"][start:]
-            kvcaches.append(caught_up(window, params, n_head, sequence["kvcache"], n_left=JOIN))
-            new.append(window[cached_length(kvcaches[-1]) :])
+            kvcache = caught_up(window, params, n_head, sequence["kvcache"], JOIN, n_tokens_to_generate)
+            kvcaches.append(kvcache)
+            new.append(window[cached_length(kvcache) :])
 
         logits, kvcaches = gpt2_step(new, kvcaches, **params, n_head=n_head)
         for sequence, row, kvcache in zip(running, logits, kvcaches, strict=True):

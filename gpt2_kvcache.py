@@ -9,8 +9,9 @@ import math
 
 import numpy as np
 
-from gpt2 import gelu, layer_norm, linear, merge_heads, split_heads, window_start
-from kvcache import cached_length, check, empty_entry, extend
+from few_rows import linear, product, to_vocabulary
+from gpt2 import gelu, layer_norm, merge_heads, split_heads, window_start
+from kvcache import cached_length, check, empty_cache, empty_entry, extend
 from sampling import greedy, sampler
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
@@ -78,7 +79,7 @@ def mha(x, c_attn, c_proj, n_head, kvcache=None, n_out=None):
 
 def ffn(x, c_fc, c_proj):
     """gpt2.ffn. Bias and GELU a few rows at a time: these stay in the core's own cache, and a prompt takes 7 % less."""
-    hidden = x @ c_fc["w"]  # [n_new, n_embd] -> [n_new, 4*n_embd]
+    hidden = product(x, c_fc["w"])  # [n_new, n_embd] -> [n_new, 4*n_embd]
     for i in range(0, len(hidden), 16):
         hidden[i : i + 16] = gelu(hidden[i : i + 16] + c_fc["b"])
     return linear(hidden, **c_proj)  # [n_new, 4*n_embd] -> [n_new, n_embd]
@@ -94,20 +95,6 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None, n_out=None
     return x + ffn(layer_norm(x, **ln_2), **mlp), kvcache
 
 
-def to_vocabulary(x, wte):
-    """x @ wte.T: [n, n_embd] -> logits [n, n_vocab].
-
-    BLAS copies a matrix into an order of its own before it multiplies more rows than one. That is most of the work for
-    2 to 32 rows, and a third less of it in blocks and the other way round (measured with OpenBLAS 0.3.31).
-    """
-    if not 1 < len(x) <= 32:
-        return x @ wte.T  # [n, n_embd] @ [n_embd, n_vocab] -> [n, n_vocab]
-    logits = np.empty((len(x), len(wte)), np.float32)  # [n, n_vocab]
-    for i in range(0, len(wte), 768):
-        logits[:, i : i + 768] = (wte[i : i + 768] @ x.T).T  # [768, n_embd] @ [n_embd, n] -> [n, 768]
-    return logits
-
-
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kvcache=None, n_logits=None):
     """Runs the tokens of inputs that the cache lacks. -> logits [n_new, n_vocab] float32, the cache of all inputs.
 
@@ -118,7 +105,7 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kvcache=None, n_logits=None):
     check(inputs, wte, wpe, blocks, n_head, kvcache)
     n_past = cached_length(kvcache)
     if kvcache is None:
-        kvcache = [empty_entry(n_head, wte.shape[1] // n_head, len(wpe)) for _ in blocks]
+        kvcache = empty_cache(len(blocks), n_head, wte.shape[1] // n_head, len(wpe))
     x = wte[np.asarray(inputs[n_past:])] + wpe[n_past : len(inputs)]  # [n_new] -> [n_new, n_embd]
     longer, n_out = [], [None] * (len(blocks) - 1) + [n_logits]
     for block, entry, n in zip(blocks, kvcache, n_out, strict=True):
@@ -145,7 +132,11 @@ def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_tex
     for _ in range(n_tokens_to_generate):
         if window_start(len(tokens), n_ctx) != start:  # every token moves to another position: all is to be run again
             start, kvcache = window_start(len(tokens), n_ctx), None
-        logits, kvcache = prefill(tokens[start:], params, n_head, kvcache)
+        window = tokens[start:]
+        if kvcache is None:
+            n_room = min(n_ctx, len(window) + n_tokens_to_generate)
+            kvcache = empty_cache(len(params["blocks"]), n_head, params["wpe"].shape[1] // n_head, n_room)
+        logits, kvcache = prefill(window, params, n_head, kvcache)
         token = pick(logits)
         if token == end_of_text:
             return

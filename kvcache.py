@@ -27,6 +27,11 @@ def empty_entry(n_head, d_head, n_room):
     return first_rows(np.empty((2, n_room, n_head, d_head), np.float32), 0, [])
 
 
+def empty_cache(n_layer, n_head, d_head, n_room):
+    """A cache of 0 positions with room for n_room: n_ctx of them, or fewer where it's known how many there will be."""
+    return [empty_entry(n_head, d_head, n_room) for _ in range(n_layer)]
+
+
 def extend(entry, kv_new):
     """The entry with new positions behind the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
     kv, views = entry

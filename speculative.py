@@ -17,10 +17,11 @@ from gpt2_kvcache import gpt2, prefill
 from kvcache import cached_length, truncate
 from sampling import check_settings, chooser, draw, greedy, sampler
 
-# What a pass over so many tokens costs, in passes over one: medians of the bare products with all weights of 124M's
-# shape on two cores (NumPy 2.4's OpenBLAS). Two rows take a matrix product, where one takes a vector product that runs
-# at the speed of memory; after that, rows are cheap.
-COST_TOKENS, COST = (1, 2, 8, 16), (1.0, 2.67, 2.75, 3.11)
+# What a pass over so many tokens costs, in passes over one: 124M's shape with 256 tokens cached, two cores, NumPy 2.4's
+# OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the speed
+# of memory; after that, rows are cheap, and 8 or 16 of them cheaper than a few less.
+COST_TOKENS = (1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 24, 32)
+COST = (1.0, 2.14, 2.37, 2.82, 2.91, 2.55, 2.85, 3.6, 3.0, 3.42, 3.75, 4.13)
 LONGEST_NGRAM, SHORTEST_NGRAM = 6, 2
 MEMORY = 0.85  # how much of the estimated acceptance stays when a new observation comes in
 PROBE = 64  # after so many passes without a guess, one is tried where guesses cost something
@@ -109,7 +110,7 @@ def by_draft(params, n_head, to_distribution, rng):
 
 
 def stream(
-    inputs, params, n_head, n_tokens_to_generate, propose, verify, end_of_text=None, guesses=8, price=0.0, counts=None
+    inputs, params, n_head, n_tokens_to_generate, propose, verify, end_of_text=None, guesses=15, price=0.0, counts=None
 ):
     """Yields new ids as gpt2_kvcache.stream does, several a pass where guesses hold.
 
@@ -119,7 +120,7 @@ def stream(
     the model over one token. counts: a dict that receives the numbers of "guessed" and "accepted" tokens.
     """
     tokens, n_ctx, n_end = list(inputs), len(params["wpe"]), len(inputs) + n_tokens_to_generate
-    start, kvcache, state, acceptance, n_idle = window_start(len(tokens), n_ctx), None, None, 0.5, 0
+    start, kvcache, state, acceptance, n_idle = window_start(len(tokens), n_ctx), None, None, 0.8, 0
     while len(tokens) < n_end:
         if window_start(len(tokens), n_ctx) != start:
             start, kvcache = window_start(len(tokens), n_ctx), None
@@ -190,7 +191,7 @@ def main(
     top_p: float = None,
     seed: int = None,
     draft_model_size: str = None,
-    guesses: int = 8,
+    guesses: int = 15,
 ):
     """Continue a prompt with GPT-2, several tokens a pass where the next ones can be guessed."""
     from command_line import load, write_text
