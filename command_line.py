@@ -6,8 +6,6 @@ stdout carries the generated text and nothing else. Exit status: 2 for bad input
 import codecs
 import contextlib
 import functools
-import inspect
-import io
 import os
 import sys
 
@@ -100,10 +98,40 @@ def parser(kind, name):
 
 
 def parse(main, arguments):
-    """main with its arguments, not yet called: fire reads them all before any work begins.
+    """main with its arguments, not yet called: all are read before any work begins.
 
     Each is taken as its annotation says, never guessed: the prompt 007 stays these three characters.
     """
+    return parse_plain(main, arguments) or parse_with_fire(main, arguments)
+
+
+def parse_plain(main, arguments):
+    """parse, for arguments without a mistake or a rarer form (`--name value` and `--name=value`), else None.
+
+    Importing fire takes longer than reading and running the bundled model.
+    """
+    kinds, given, words = dict(main.__annotations__), {}, iter(arguments)
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            value = value if equals else next(words, "-")
+        else:
+            name, value = next((name for name in kinds if name not in given), None), word
+        if kinds.get(name) in (None, bool) or name in given or value.startswith("-"):
+            return None
+        try:
+            given[name] = parser(kinds[name], name)(value)
+        except ValueError:
+            return None
+    n_required = len(kinds) - len(main.__defaults__ or ())
+    return functools.partial(main, **given) if given.keys() >= set(list(kinds)[:n_required]) else None
+
+
+def parse_with_fire(main, arguments):
+    """parse, for every other command line: fire knows the rarer forms, writes the help, and says what is wrong."""
+    import inspect
+    import io
+
     import fire
 
     @functools.wraps(main)

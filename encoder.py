@@ -170,11 +170,11 @@ def rank(path, merges, ids, added=()):
 
     added: pieces that have an id in `ids` without a merge that makes them.
     """
-    known, made, ranks = ids.keys() - {""}, set(BYTE_PIECES), {}
+    made, ranks = set(BYTE_PIECES), {}
     for number, pair in enumerate(merges, 2):
         left, _, right = pair.partition(" ")
         both = left + right
-        if left not in known or right not in known or both not in known:
+        if not (left and right and left in ids and right in ids and both in ids):
             raise DamagedFile(f"{path}, line {number}: {pair[:80]!r} isn't two pieces that make a third, all with ids")
         made.add(both)
         ranks[pair] = number

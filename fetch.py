@@ -8,7 +8,6 @@ inside the file; whoever gives a part its final name checks that first.
 import os
 import re
 import time
-from http.client import HTTPException
 from urllib.parse import urlsplit
 
 
@@ -130,6 +129,8 @@ def forget(part):
 
 def reason(error):
     """The first cause of a requests error that is the system's or the protocol's, in few words."""
+    from http.client import HTTPException  # here: no start without a download should wait 7 ms for it
+
     first = error
     while error := error.__context__:
         if isinstance(error, (OSError, HTTPException)):

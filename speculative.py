@@ -17,9 +17,9 @@ from gpt2_kvcache import gpt2, prefill
 from kvcache import cached_length, truncate
 from sampling import check_settings, chooser, draw, greedy, sampler
 
-# What a pass over so many tokens costs, in passes over one: 124M's shape with 256 tokens cached, two cores, NumPy 2.4's
-# OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the speed
-# of memory; after that, rows are cheap, and 8 or 16 of them cheaper than a few less.
+# What a pass over so many tokens costs, in passes over one: 124M's shape, 256 tokens cached, two cores, NumPy 2.4's
+# OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the
+# speed of memory; after that, rows are cheap, and 8 or 16 of them cheaper than a few less.
 COST_TOKENS = (1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 24, 32)
 COST = (1.0, 2.14, 2.37, 2.82, 2.91, 2.55, 2.85, 3.6, 3.0, 3.42, 3.75, 4.13)
 LONGEST_NGRAM, SHORTEST_NGRAM = 6, 2

@@ -1,5 +1,6 @@
 """The command lines of gpt2.py and gpt2_kvcache.py, run as a user runs them, on the bundled model."""
 
+import inspect
 import os
 import pty
 import re
@@ -11,6 +12,13 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import bench
+import command_line
+import gpt2_kvcache
+import speculative
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["gpt2.py", "gpt2_kvcache.py"]
@@ -33,6 +41,43 @@ def assert_refused(result, status, *parts):
     assert result.stdout == b"" and len(result.stderr.splitlines()) == 1, result.stderr.decode()
     for part in parts:
         assert re.search(part, result.stderr.decode()), result.stderr.decode()
+
+
+WORDS = ["x", "", "7", "-1", "0.5", "a=b", "-", "--", "--help", "True", "None", "[1]", "é 🙂", "--seed", "--seed=3"]
+WORDS += [
+    "--prompt",
+    "--prompt=",
+    "--prompt=y",
+    "--n_tokens_to_generate",
+    "--top-k",
+    "--rounds=2",
+    "--torch",
+    "--nonsense",
+]
+
+
+@given(st.sampled_from([gpt2_kvcache.main, speculative.main, bench.main]), st.lists(st.sampled_from(WORDS), max_size=6))
+@settings(deadline=None, max_examples=400)
+def test_what_is_read_without_fire_is_what_fire_reads(main, arguments):
+    def values(call):
+        bound = inspect.signature(main).bind(*call.args, **call.keywords)
+        bound.apply_defaults()
+        return bound.arguments
+
+    plain = command_line.parse_plain(main, arguments)
+    if plain is not None:
+        assert values(plain) == values(command_line.parse_with_fire(main, arguments))
+
+
+def test_an_ordinary_command_imports_nothing_that_it_does_not_use():
+    """fire, requests and tqdm take longer than reading the model (issue "Speed": from the shell to the first token)."""
+    code = (
+        "import sys, runpy; sys.argv = ['gpt2_kvcache.py', 'x', '1', '--model_size=fairytale']\n"
+        "runpy.run_path('gpt2_kvcache.py', run_name='__main__')\n"
+        "print(sorted({'fire', 'asyncio', 'requests', 'tqdm', 'http.client', 'safetensors'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.endswith("[]\n"), result
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", "", "日本 🙂 und Ä", "def f(x):\n    return", " \n\t "])
