@@ -88,24 +88,33 @@ def check(tokens, params, n_head):
     return worst
 
 
-def speculation(tokens, params, n_head, n_rounds):
-    """What checking 8 tokens in one pass costs, and what guessing gains.
+def repeating_prompt(tokens, params, n_head, n, n_new):
+    """n tokens, a few of them again and again: those few whose repetition the model goes on with best."""
 
-    Prompt lookup on a text that repeats (greedy text does, before long) and on one that doesn't (drawn at a temperature
-    that makes it all but uniform); a draft model, made of the model's own first blocks, on the first of these.
+    def n_accepted(prompt):
+        counts = {}
+        list(speculative.stream(prompt, params, n_head, n_new, *speculative.by_lookup(), counts=counts))
+        return counts["accepted"]
+
+    return max(((tokens[k * k : k * k + k] * n)[:n] for k in range(1, 7)), key=n_accepted)
+
+
+def speculation(tokens, params, n_head, n_rounds):
+    """What checking several tokens in one pass costs, and what guessing gains.
+
+    Prompt lookup on a text that repeats and on one that doesn't (drawn at a temperature that makes it all but uniform);
+    a draft model, made of the model's own first blocks, on the first of these.
     """
     n_ctx = len(tokens)
-    n_past, n_new = n_ctx // 4, min(96, n_ctx // 3)
+    n_past, n_new = n_ctx // 4, n_ctx // 4
     kvcache = cache_of(tokens, params, n_head, n_past)
-    one, eight = alternate(
-        *(
-            lambda n=n: gpt2_kvcache.gpt2(tokens[: n_past + n], **params, n_head=n_head, kvcache=kvcache)
-            for n in (1, 8)
-        ),
+    sizes = (1, 2, 4, 8, 16)
+    one, *several = alternate(
+        *(lambda n=n: gpt2_kvcache.gpt2(tokens[: n_past + n], **params, n_head=n_head, kvcache=kvcache) for n in sizes),
         n_rounds=max(n_rounds, 15),
     )
-    result = {"eight_over_one": ratio(eight, one)}
-    repeating = gpt2_kvcache.generate(tokens[:3], params, n_head, n_ctx // 4)[-n_ctx // 16 :]
+    result = {"passes": {n: ratio(t, one) for n, t in zip(sizes[1:], several, strict=True)}}
+    repeating = repeating_prompt(tokens, params, n_head, n_ctx // 16, n_new)
     draft = {**params, "blocks": params["blocks"][: max(1, len(params["blocks"]) // 6)]}
     price = speculative.n_weights(draft) / speculative.n_weights(params)
     hot = {"temperature": 100.0, "seed": 0}
@@ -180,6 +189,11 @@ def measure(encoder, params, n_head, n_rounds, bar):
     )
     share = ratio(products, prefill)
     result["prefill"] = {"tokens": n, "ms": ms(prefill), "bare_products_ms": ms(products), "share_of_their_rate": share}
+    bar.update()
+    chunks = [n // 8, n // 4, n // 2, n]
+    pieces = [lambda c=c: gpt2_kvcache.prefill(tokens[:n], params, n_head, chunk=c) for c in chunks]
+    seconds = alternate(*pieces, n_rounds=n_rounds)
+    result["prefill"]["ms_in_pieces_of"] = {c: ms(t) for c, t in zip(chunks, seconds, strict=True)}
     bar.update()
 
     prompt, n_new = tokens[:4], min(200, n_ctx - 5)
@@ -312,15 +326,16 @@ def report(r):
     for n, step in r["decode"].items():
         rows += [(f"decode, {n} tokens cached", f"{step['ms']:.2f} ms, {step['times_the_roof']:.2f} x the roof")]
     rows += [("the last of these over the first", f"{r['last_step_over_first']:.2f}")]
-    rows += [(f"bare products of {prefill['tokens']} tokens", f"{prefill['bare_products_ms']:.0f} ms")]
-    rows += [("prefill of as many", f"{prefill['ms']:.0f} ms, {prefill['share_of_their_rate']:.2f} of their rate")]
+    rows += [(f"bare products of {prefill['tokens']} tokens", f"{prefill['bare_products_ms']:.1f} ms")]
+    rows += [("prefill of as many", f"{prefill['ms']:.1f} ms, {prefill['share_of_their_rate']:.2f} of their rate")]
+    rows += [(f"    in pieces of {n} tokens", f"{t:.1f} ms") for n, t in prefill["ms_in_pieces_of"].items()]
     rows += [(f"{speedup['tokens']} tokens without the cache", f"{speedup['s_plain']:.2f} s")]
     rows += [("    with it", f"{speedup['s_cached']:.2f} s, {speedup['ratio']:.1f} x faster")]
     for size, rate in r["tokens_per_second"].items():
         rows += [(f"tokens per second, {size} at once", f"{rate:.1f}, {r['batch_gain'][size]:.2f} x one")]
     for name, x in r["guessing"].items():
-        if name == "eight_over_one":
-            rows += [("8 tokens in one pass", f"{x:.2f} x one token's")]
+        if name == "passes":
+            rows += [(f"{n} tokens in one pass", f"{cost:.2f} x one token's") for n, cost in x.items()]
         else:
             rows += [(name, f"{x['gain']:.2f} x plain decoding; {x['accepted']} of {x['guessed']} guesses held")]
     rows += [("cache bytes per token", f"{r['cache_bytes_per_token']:,}")]
@@ -372,7 +387,7 @@ def main(
         raise ValueError(f"rounds must be 1 or more, not {rounds}")
     encoder, hparams, params = load(0, model_size, models_dir)
     n_head = hparams["n_head"]
-    with tqdm(total=19 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
+    with tqdm(total=20 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
         result = {"model": model_size, "machine": machine(), "rounds": rounds}
         if torch:  # first, since it is what may be missing
             result["torch"] = compare_with_torch(params, n_head, rounds)
