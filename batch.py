@@ -7,25 +7,55 @@ rows of each. A long prompt, or a window that moved, catches up by itself first.
 
 import itertools
 import json
+import math
 
 import numpy as np
 
 from command_line import load, progress, read_text
 from few_rows import linear, to_vocabulary
-from gpt2 import layer_norm, window_start
+from gpt2 import layer_norm, split_heads, window_start
 from gpt2_kvcache import attend, ffn, prefill
-from kvcache import cached_length, check_tokens, empty_cache
+from kvcache import cached_length, check_tokens, empty_cache, extend
 from sampling import check_settings, sampler
 
 JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
 
 
+def attend_one_each(qkv, n_head, entries):
+    """gpt2_kvcache.attend for one new token of each sequence. qkv: [n_batch, 3*n_embd] -> [n_batch, n_embd], entries.
+
+    The scores of all stand in one array, the shorter ones filled up, so that softmax goes through them once.
+    """
+    qkv = split_heads(qkv, n_head)  # [n_batch, 3*n_embd] -> [3, n_head, n_batch, d_head]
+    q = qkv[0] / math.sqrt(qkv.shape[3])  # [n_head, n_batch, d_head]
+    entries = [extend(entry, qkv[1:, :, i : i + 1]) for i, entry in enumerate(entries)]
+    n_seq = [kv.shape[2] for kv, _ in entries]
+    scores = np.full((len(entries), n_head, 1, max(n_seq)), -1e10, np.float32)  # [n_batch, n_head, 1, longest n_seq]
+    for i, ((k, _), _) in enumerate(entries):
+        np.matmul(q[:, i : i + 1], k.transpose(0, 2, 1), out=scores[i, :, :, : n_seq[i]])  # [n_head, 1, n_seq]
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    heads = np.empty((len(entries), n_head, 1, q.shape[2]), np.float32)
+    for i, ((_, v), _) in enumerate(entries):
+        np.matmul(scores[i, :, :, : n_seq[i]], v, out=heads[i])  # [n_head, 1, d_head]
+    heads /= scores.sum(axis=-1, keepdims=True)  # [n_batch, n_head, 1, d_head]
+    return heads.reshape(len(entries), -1), entries  # [n_batch, n_head, 1, d_head] -> [n_batch, n_embd]
+
+
+def attend_all(qkv, ends, n_head, entries):
+    """gpt2_kvcache.attend for the rows of each sequence. qkv: [n_rows, 3*n_embd] -> [n_rows, n_embd], entries."""
+    if len(qkv) == len(entries):
+        return attend_one_each(qkv, n_head, entries)
+    rows = np.split(qkv, ends[:-1])  # [n_rows, 3*n_embd] -> n_batch of [n_new, 3*n_embd]
+    attended = [attend(new, n_head, entry) for new, entry in zip(rows, entries, strict=True)]
+    heads = np.concatenate([heads for heads, _ in attended])  # n_batch of [n_new, n_embd] -> [n_rows, n_embd]
+    return heads, [entry for _, entry in attended]
+
+
 def mha(x, ends, c_attn, c_proj, n_head, entries):
     """x: [n_rows, n_embd], the new tokens of each sequence up to its end; entries: one block's entry for each."""
-    rows = np.split(linear(x, **c_attn), ends[:-1])  # [n_rows, n_embd] -> n_batch of [n_new, 3*n_embd]
-    attended = [attend(qkv, n_head, entry) for qkv, entry in zip(rows, entries, strict=True)]
-    heads = np.concatenate([heads for heads, _ in attended])  # n_batch of [n_new, n_embd] -> [n_rows, n_embd]
-    return linear(heads, **c_proj), [entry for _, entry in attended]
+    heads, entries = attend_all(linear(x, **c_attn), ends, n_head, entries)  # [n_rows, n_embd] -> the same
+    return linear(heads, **c_proj), entries
 
 
 def gpt2_step(new, kvcaches, wte, wpe, blocks, ln_f, n_head):

@@ -36,7 +36,8 @@ def to_vocabulary(x, wte):
     """x @ wte.T, [n, n_embd] -> logits [n, n_vocab] float32: some rows of wte at a time, as the left factor."""
     if not 1 < len(x) <= 32:
         return x @ wte.T
+    columns = np.ascontiguousarray(x.T)  # [n, n_embd] -> [n_embd, n]
     logits = np.empty((len(x), len(wte)), np.float32)  # [n, n_vocab]
     for i in range(0, len(wte), 768):
-        logits[:, i : i + 768] = (wte[i : i + 768] @ x.T).T  # [768, n_embd] @ [n_embd, n] -> [n, 768]
+        logits[:, i : i + 768] = (wte[i : i + 768] @ columns).T  # [768, n_embd] @ [n_embd, n] -> [n, 768]
     return logits

@@ -1,7 +1,8 @@
 """The KV cache as a value: extended without copying, branched and rolled back at will.
 
 A cache is a list with one entry per block. An entry is (kv, views). kv, [2, n_head, n_past, d_head] float32, holds the
-keys kv[0] and values kv[1] of the first n_past positions; it is a view of a buffer that has room for a whole window.
+keys kv[0] and values kv[1] of the first n_past positions; it is a view of a buffer that has room for more, up to a
+whole window.
 Caches that share a buffer share the list `views` of weak references, one to the kv of each of them.
 
 Why this is safe: rows behind the longest living kv of a buffer are visible to nobody, so the longest may grow into them
