@@ -12,9 +12,9 @@ import math
 import numpy as np
 
 from command_line import load, progress, read_text
-from few_rows import linear, to_vocabulary
+from fast import ffn, linear, to_vocabulary
 from gpt2 import layer_norm, split_heads, window_start
-from gpt2_kvcache import attend, ffn, prefill
+from gpt2_kvcache import attend, prefill
 from kvcache import cached_length, check_tokens, empty_cache, extend
 from sampling import check_settings, sampler
 
@@ -30,12 +30,12 @@ def attend_one_each(qkv, n_head, entries):
     q = qkv[0] / math.sqrt(qkv.shape[3])  # [n_head, n_batch, d_head]
     entries = [extend(entry, qkv[1:, :, i : i + 1]) for i, entry in enumerate(entries)]
     n_seq = [kv.shape[2] for kv, _ in entries]
-    scores = np.full((len(entries), n_head, 1, max(n_seq)), -1e10, np.float32)  # [n_batch, n_head, 1, longest n_seq]
+    scores = np.full((len(entries), n_head, 1, max(n_seq)), -np.inf, np.float32)  # [n_batch, n_head, 1, longest n_seq]
     for i, ((k, _), _) in enumerate(entries):
         np.matmul(q[:, i : i + 1], k.transpose(0, 2, 1), out=scores[i, :, :, : n_seq[i]])  # [n_head, 1, n_seq]
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    heads = np.empty((len(entries), n_head, 1, q.shape[2]), np.float32)
+    heads = np.empty((len(entries), n_head, 1, q.shape[2]), np.float32)  # [n_batch, n_head, 1, d_head]
     for i, ((_, v), _) in enumerate(entries):
         np.matmul(scores[i, :, :, : n_seq[i]], v, out=heads[i])  # [n_head, 1, d_head]
     heads /= scores.sum(axis=-1, keepdims=True)  # [n_batch, n_head, 1, d_head]

@@ -14,8 +14,8 @@ ARGUMENTS = {
     "file": "a UTF-8 text file; - is stdin",
     "num_samples": "how many continuations of each prompt",
     "n_tokens_to_generate": "how many tokens to write at most (a token is about 4 letters of English)",
-    "model_size": "124M, 355M, 774M or 1558M: OpenAI's GPT-2, downloaded once; or a folder in models_dir. "
-    "Left out: 124M, or the bundled model 'fairytale' where 124M is neither on disk nor to be had",
+    "model_size": "124M, 355M, 774M or 1558M: OpenAI's GPT-2, downloaded once; or a folder in models_dir; "
+    "124M if it's left out and on disk or to be had, else the bundled 'fairytale' (bench.py: fairytale)",
     "models_dir": "where the models are (models, beside this script, unless told)",
     "temperature": "below 1 safer, above 1 wilder; 0 is greedy, as is leaving out temperature, top_k and top_p",
     "top_k": "draw from the k most probable tokens",
@@ -36,8 +36,11 @@ ARGUMENTS = {
 
 def read_text(path):
     """The text of a UTF-8 file, or of stdin for "-"; line ends become \n."""
-    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
-        data = file.read()
+    try:
+        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+            data = file.read()
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise ValueError(f"can't read {path}: {error.strerror}") from None
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
@@ -102,6 +105,11 @@ def parse(main, arguments):
 
     Each is taken as its annotation says, never guessed: the prompt 007 stays these three characters.
     """
+    kinds = main.__annotations__
+    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
+        name = word.removeprefix("--").replace("-", "_")
+        if word.startswith("--") and kinds.get(name) in (str, int, float) and after.startswith("--"):
+            raise ValueError(f"--{name} needs a value; one that begins with dashes is written --{name}=VALUE")
     return parse_plain(main, arguments) or parse_with_fire(main, arguments)
 
 
@@ -111,20 +119,20 @@ def parse_plain(main, arguments):
     Importing fire takes longer than reading and running the bundled model.
     """
     kinds, given, words = dict(main.__annotations__), {}, iter(arguments)
+    required = list(kinds)[: len(kinds) - len(main.__defaults__ or ())]
     for word in words:
         if word.startswith("--"):
             name, equals, value = word[2:].partition("=")
             value = value if equals else next(words, "-")
         else:
-            name, value = next((name for name in kinds if name not in given), None), word
+            name, value = next((name for name in required if name not in given), None), word
         if kinds.get(name) in (None, bool) or name in given or value.startswith("-"):
             return None
         try:
             given[name] = parser(kinds[name], name)(value)
         except ValueError:
             return None
-    n_required = len(kinds) - len(main.__defaults__ or ())
-    return functools.partial(main, **given) if given.keys() >= set(list(kinds)[:n_required]) else None
+    return functools.partial(main, **given) if given.keys() >= set(required) else None
 
 
 def parse_with_fire(main, arguments):
@@ -139,7 +147,11 @@ def parse_with_fire(main, arguments):
         calls.append(functools.partial(main, *args, **kwargs))
 
     calls, screen = [], io.StringIO()
-    kinds = {name: p.annotation for name, p in inspect.signature(main).parameters.items()}
+    parameters = inspect.signature(main).parameters.values()
+    kinds = {p.name: p.annotation for p in parameters}
+    collect.__signature__ = inspect.Signature(  # a second word without quotes shall not be taken for the next option
+        [p if p.default is p.empty else p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+    )
     collect.__doc__ += "\n\nArgs:\n" + "".join(f"    {name}: {ARGUMENTS[name]}\n" for name in kinds)
     fire.decorators.SetParseFns(**{name: parser(kind, name) for name, kind in kinds.items()})(collect)
     name = os.path.basename(sys.argv[0])
@@ -155,12 +167,18 @@ def parse_with_fire(main, arguments):
             print(help_text.replace("GROUP | ", ""))
             raise
         reason = screen.getvalue().splitlines()[0].removeprefix("ERROR: ")
+        if reason.startswith("Could not consume arg: "):
+            word = reason.partition(": ")[2]
+            reason = f"{word!r} isn't an argument; a text of several words needs quotes"
         raise ValueError(f"{reason} (see python {name} --help)") from None
     return calls[0]
 
 
 def run(main):
     """Calls main with the arguments of the command line and ends the process with the right status."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed, as by `>&-`
+            setattr(sys, stream, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
     try:
         parse(main, sys.argv[1:])()
@@ -174,5 +192,7 @@ def run(main):
     except (ValueError, OSError, MemoryError) as error:
         sys.stdout.flush()
         message = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror and error.filename:
+            message = f"{error.filename}: {error.strerror}"  # without "[Errno 2]"
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ValueError) else 1)

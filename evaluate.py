@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 
 import numpy as np
 
@@ -14,7 +15,7 @@ PIECE = 256  # tokens whose logits are in memory at once
 
 def token_losses(logits, targets):
     """-ln p(target) of each row. logits: [n, n_vocab] float32, targets: [n] ids -> [n] float64 nats."""
-    highest = logits.max(axis=-1)
+    highest = logits.max(axis=-1)  # [n, n_vocab] -> [n]
     total = np.exp(logits - highest[:, None]).sum(axis=-1)  # [n, n_vocab] -> [n]
     chosen = logits[np.arange(len(targets)), targets]  # [n, n_vocab] -> [n]
     return highest + np.log(total.astype(np.float64)) - chosen
@@ -30,7 +31,7 @@ def text_losses(tokens, params, n_head):
     while n_done < len(tokens):
         start = max(0, n_done - max(n_ctx // 2, 1))
         window, kvcache = tokens[start : start + n_ctx + 1], None
-        end = n_done - 1 - start  # of the part of the window whose next tokens are predicted already
+        end = n_done - 1 - start  # how many of the window's tokens have had their next token predicted
         if end:
             _, kvcache = gpt2(window[:end], **params, n_head=n_head, n_logits=0)
         while end < len(window) - 1:
@@ -45,7 +46,7 @@ def main(file: str, model_size: str = None, models_dir: str = None):
 
     Documents in the file may be separated by lines <|endoftext|>; these count as tokens to predict, not as bytes.
     """
-    documents = [text for text in read_text(file).split(f"\n{END_OF_TEXT}\n") if text]
+    documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_text(file), flags=re.M) if text]
     n_bytes = sum(len(text.encode()) for text in documents)
     if n_bytes == 0:
         raise ValueError(f"{file} holds no text")

@@ -15,7 +15,7 @@ from sampling import greedy, sampler
 
 def gelu(x):
     """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): Hendrycks & Gimpel's tanh form (arXiv 1606.08415)."""
-    u = x * x  # no power call and few temporaries: a third of the time of the formula as it stands
+    u = x * x  # no power call, which is slow, and few temporaries
     u *= math.sqrt(2 / math.pi) * 0.044715
     u += math.sqrt(2 / math.pi)
     u *= x
@@ -36,7 +36,7 @@ def layer_norm(x, g, b, eps=1e-5):
     """Each position to mean 0 and variance 1 along its channels, then scaled by g and shifted by b."""
     n_embd = x.shape[-1]
     x = x - x.sum(axis=-1, keepdims=True) / n_embd
-    variance = np.vecdot(x, x)[:, None] / n_embd  # [n_seq, 1]
+    variance = np.vecdot(x, x)[..., None] / n_embd  # [n_seq, 1]
     x /= np.sqrt(variance + eps)
     x *= g
     x += b

@@ -1,58 +1,19 @@
 """GPT-2 with a KV cache: what gpt2.py computes, without computing the keys and values of old tokens again.
 
 A cache is a plain value (kvcache.py): a list with one entry per block. It goes into a call and a longer one comes out;
-the one that went in stays what it was. What isn't defined here is unchanged, and imported from gpt2.py.
+the one that went in stays what it was. What isn't defined here computes what gpt2.py's functions of the same name do
+(fast.py has some of them in a faster form).
 docs/kv_cache.md tells the story.
 """
 
-import math
-
 import numpy as np
 
-from few_rows import linear, product, to_vocabulary
-from gpt2 import gelu, layer_norm, merge_heads, split_heads, window_start
+from fast import causal_attention, ffn, linear, to_vocabulary
+from gpt2 import layer_norm, merge_heads, split_heads, window_start
 from kvcache import cached_length, check, empty_cache, empty_entry, extend
 from sampling import greedy, sampler
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
-N_QUERIES, N_SCORES = 128, 400_000  # queries and scores that attention has in hand at a time: 1.6 MB fit a core's cache
-
-
-def attention(q, k, v, mask=None):
-    """gpt2.attention in place, the division after the product, where there is less to divide.
-
-    mask: [n_q, n_q] float32, added to the scores of the last n_q keys.
-    """
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(0, 2, 1)  # [n_head, n_q, n_seq]
-    if mask is not None:
-        scores[:, :, -len(mask) :] += mask
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    heads = scores @ v  # [n_head, n_q, n_seq] @ [n_head, n_seq, d_head] -> [n_head, n_q, d_head]
-    heads /= scores.sum(axis=-1, keepdims=True)
-    return heads
-
-
-def causal_attention(q, k, v):
-    """Attention of the last n_q positions. q: [n_head, n_q, d_head], k and v: [n_head, n_seq, d_head] -> as q.
-
-    Query i sees keys up to n_seq - n_q + i: without a cache that is the causal mask, for one query no mask at all.
-    A few queries and heads at a time, so that the scores stay in a core's own cache through all steps, and those of
-    keys behind the last query at hand are never computed.
-    """
-    (n_head, n_q, _), n_seq = q.shape, k.shape[1]
-    if n_q == 1:
-        return attention(q, k, v)
-    heads = np.empty_like(q)  # [n_head, n_q, d_head]
-    triangle = np.triu(np.full((N_QUERIES, N_QUERIES), -1e10, np.float32), 1)
-    for i in range(0, n_q, N_QUERIES):
-        n = min(N_QUERIES, n_q - i)
-        n_seen, mask = n_seq - n_q + i + n, triangle[:n, :n]
-        step = max(1, N_SCORES // (n * n_seen))
-        for h in range(0, n_head, step):
-            some = slice(h, h + step)
-            heads[some, i : i + n] = attention(q[some, i : i + n], k[some, :n_seen], v[some, :n_seen], mask)
-    return heads
 
 
 def attend(qkv, n_head, kvcache=None, n_out=None):
@@ -77,14 +38,6 @@ def mha(x, c_attn, c_proj, n_head, kvcache=None, n_out=None):
     return linear(heads, **c_proj), kvcache  # [n_out, n_embd] -> [n_out, n_embd]
 
 
-def ffn(x, c_fc, c_proj):
-    """gpt2.ffn. Bias and GELU a few rows at a time: these stay in the core's own cache, and a prompt takes 7 % less."""
-    hidden = product(x, c_fc["w"])  # [n_new, n_embd] -> [n_new, 4*n_embd]
-    for i in range(0, len(hidden), 16):
-        hidden[i : i + 16] = gelu(hidden[i : i + 16] + c_fc["b"])
-    return linear(hidden, **c_proj)  # [n_new, 4*n_embd] -> [n_new, n_embd]
-
-
 def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None, n_out=None):
     """x: [n_new, n_embd], one block's entry -> [n_out, n_embd], the longer entry.
 
@@ -96,27 +49,31 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None, n_out=None
 
 
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kvcache=None, n_logits=None):
-    """Runs the tokens of inputs that the cache lacks. -> logits [n_new, n_vocab] float32, the cache of all inputs.
+    """Runs the tokens of inputs that the cache lacks. -> logits [n_out, n_vocab] float32, the cache of all inputs.
 
     inputs: the whole sequence, n_seq <= n_ctx token ids, of which the first n_past are cached (n_new = n_seq - n_past).
-    n_logits: of how many of the last positions somebody wants logits; of all new ones by default. The last block and
-    the vocabulary run for these alone.
+    n_logits: how many of the last positions' logits somebody reads: n_out = min(n_logits, n_new), n_new by default. The
+    last block and the vocabulary run for these alone.
     """
     check(inputs, wte, wpe, blocks, n_head, kvcache)
     n_past = cached_length(kvcache)
     if kvcache is None:
         kvcache = empty_cache(len(blocks), n_head, wte.shape[1] // n_head, len(wpe))
     x = wte[np.asarray(inputs[n_past:])] + wpe[n_past : len(inputs)]  # [n_new] -> [n_new, n_embd]
-    longer, n_out = [], [None] * (len(blocks) - 1) + [n_logits]
-    for block, entry, n in zip(blocks, kvcache, n_out, strict=True):
-        x, entry = transformer_block(x, **block, n_head=n_head, kvcache=entry, n_out=n)
+    longer = []
+    for block, entry in zip(blocks, kvcache, strict=True):
+        n_out = n_logits if len(longer) == len(blocks) - 1 else None
+        x, entry = transformer_block(x, **block, n_head=n_head, kvcache=entry, n_out=n_out)
         longer.append(entry)
-    return to_vocabulary(layer_norm(x, **ln_f), wte), longer  # [n_logits, n_embd] -> [n_logits, n_vocab]
+    return to_vocabulary(layer_norm(x, **ln_f), wte), longer  # [n_out, n_embd] -> [n_out, n_vocab]
 
 
 def prefill(inputs, params, n_head, kvcache=None, chunk=PREFILL_CHUNK):
-    """Runs what the cache lacks, in pieces. -> logits of the last position [n_vocab], the cache of all inputs."""
-    for end in range(cached_length(kvcache) + chunk, len(inputs), chunk):
+    """Runs what the cache lacks, in pieces of about chunk tokens.
+
+    -> logits of the last position [n_vocab], the cache of all inputs.
+    """
+    for end in range(cached_length(kvcache) + chunk, len(inputs) - chunk // 2, chunk):
         _, kvcache = gpt2(inputs[:end], **params, n_head=n_head, kvcache=kvcache, n_logits=0)
     logits, kvcache = gpt2(inputs, **params, n_head=n_head, kvcache=kvcache, n_logits=1)
     return logits[-1], kvcache  # [1, n_vocab] -> [n_vocab]
@@ -125,7 +82,8 @@ def prefill(inputs, params, n_head, kvcache=None, chunk=PREFILL_CHUNK):
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None, kvcache=None):
     """Yields new token ids one by one; stops after n_tokens_to_generate, or before end_of_text.
 
-    pick: logits [n_vocab] -> token id (sampling.py). kvcache: of the first tokens of the window, if there is one.
+    pick: logits [n_vocab] -> token id (sampling.py). kvcache: of the first tokens of the window, all but the last at
+    most, if there is one; that it is theirs isn't checked.
     """
     tokens, n_ctx = list(inputs), len(params["wpe"])
     start = window_start(len(tokens), n_ctx)

@@ -11,6 +11,7 @@ Formats: https://huggingface.co/docs/safetensors (a length, JSON, bytes); transf
 import json
 import math
 import re
+import shlex
 import shutil
 from itertools import islice
 
@@ -114,7 +115,7 @@ def load_weights(folder, names, tied=True):
         convert = "import sys, transformers as t; t.AutoModelForCausalLM.from_pretrained(sys.argv[1]).save_pretrained("
         raise OSError(
             f"{folder / PICKLE} is a pickle, which can run code as it is read, so it isn't; where you trust it: "
-            f"python -c '{convert}sys.argv[1])' {folder}"
+            f"python -c '{convert}sys.argv[1])' {shlex.quote(str(folder))}"
         )
     else:
         raise FileNotFoundError(f"{folder} has neither {WEIGHTS} nor {INDEX}")
@@ -242,6 +243,10 @@ def get_encoder(folder):
             ids, ranks, added = read_tokenizer(path)
         else:
             path = folder / "vocab.json"
+            if not (path.is_file() and (folder / "merges.txt").is_file()):
+                raise FileNotFoundError(
+                    f"{folder} has neither tokenizer.json nor vocab.json and merges.txt: save the tokenizer there, too"
+                )
             ids, ranks, added = read_vocabulary(folder, config, special)
         end_of_text = name_of(config.get("eos_token")) or END_OF_TEXT
         for token in added:

@@ -1,13 +1,13 @@
 """The KV cache as a value: extended without copying, branched and rolled back at will.
 
 A cache is a list with one entry per block. An entry is (kv, views). kv, [2, n_head, n_past, d_head] float32, holds the
-keys kv[0] and values kv[1] of the first n_past positions; it is a view of a buffer that has room for more, up to a
-whole window.
-Caches that share a buffer share the list `views` of weak references, one to the kv of each of them.
+keys kv[0] and values kv[1] of the first n_past positions; it is a view of a buffer that has room for more. Caches that
+share a buffer share the list `views` of weak references, one to the kv of each (the one thing that calls change).
 
-Why this is safe: rows behind the longest living kv of a buffer are visible to nobody, so the longest may grow into them
-in place; any other is first copied to a buffer of its own. No row that a cache shows is ever written again.
-(Keep the cache, not an array sliced out of it: only the kv of a cache counts as living.)
+Why this is safe: rows after the longest living kv of a buffer are visible to nobody, so the longest may grow into them
+in place; any other is first copied to a buffer of its own, and so is one whose room is used up, to one of twice its
+length. No row that a cache shows is ever written again. (Keep the cache, not an array sliced out of it: only the kv of
+a cache counts as living.)
 At the end of the file: what a cache and the tokens to run must be like.
 """
 
@@ -34,11 +34,12 @@ def empty_cache(n_layer, n_head, d_head, n_room):
 
 
 def extend(entry, kv_new):
-    """The entry with new positions behind the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
+    """The entry with new positions after the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
     kv, views = entry
     buffer, n_past, n_seq = kv.base, kv.shape[2], kv.shape[2] + kv_new.shape[2]
     n_room = buffer.shape[1]
-    if n_seq > n_room or any(view().shape[2] > n_past for view in views):
+    longer = any((other := view()) is not None and other.shape[2] > n_past for view in tuple(views))
+    if longer or n_seq > n_room:
         buffer, views = np.empty((2, n_room if n_seq <= n_room else 2 * n_seq, *buffer.shape[2:]), np.float32), []
         buffer[:, :n_past] = kv.transpose(0, 2, 1, 3)  # [2, n_head, n_past, d_head] -> [2, n_past, n_head, d_head]
     buffer[:, n_past:n_seq] = kv_new.transpose(0, 2, 1, 3)  # [2, n_head, n_new, d_head] -> [2, n_new, n_head, d_head]

@@ -15,6 +15,8 @@ import numpy as np
 
 from kvcache import cached_length, empty_entry, extend
 
+N_PLACES = 2039  # see fingerprint
+
 
 def notice(path, what):
     print(f"prompt cache {path}: {what}", file=sys.stderr)
@@ -30,20 +32,23 @@ def leaves(name, tree):
 
 
 def fingerprint(params, n_head):
-    """32 bytes, uint8, that differ between models. Every weight counts (only rows of a matrix swapped don't show).
+    """32 bytes, uint8, that differ between models: every weight counts, and its place.
 
-    The columns of all rows are combined by exclusive or, on all cores, which runs at the speed of memory; a real hash
-    of the 498 MB of 124M's weights would take longer than what the saved prompt spares.
+    A check sum, on all cores, at the speed of memory: the numbers as integers, added at 2,039 places. (A row, 768 or 3
+    times 768 numbers, doesn't fit that prime, so rows or entries that are swapped meet other places.) A real hash of
+    the 498 MB of 124M's weights would take longer than what the saved prompt spares.
     """
     from concurrent.futures import ThreadPoolExecutor
 
-    def columns(leaf):
+    def sums(leaf):
         name, array = leaf
-        rows = np.atleast_2d(array).view(np.uint32)
-        return f"{name} {array.shape}".encode() + np.bitwise_xor.reduce(rows, axis=0).tobytes()
+        numbers = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        n = numbers.size // (8 * N_PLACES) * 8 * N_PLACES
+        added = np.add.reduce(numbers[:n].view(np.uint64).reshape(-1, N_PLACES), axis=0)  # [N_PLACES]
+        return f"{name} {array.shape}".encode() + added.tobytes() + numbers[n:].tobytes()
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        content = b"".join(pool.map(columns, leaves("", params)))
+        content = b"".join(pool.map(sums, leaves("", params)))
     return np.frombuffer(hashlib.sha256(f"n_head {n_head}".encode() + content).digest(), np.uint8)
 
 
@@ -75,56 +80,57 @@ def read_array(whole, member):
     if np.lib.format.read_magic(header) != (1, 0):
         raise ValueError("another version of the format")
     shape, in_fortran_order, dtype = np.lib.format.read_array_header_1_0(header)
-    if in_fortran_order or dtype.hasobject:
+    if in_fortran_order or dtype.hasobject or dtype.names:
         raise ValueError("not an array that was saved here")
     return content[header.tell() :].view(dtype).reshape(shape)
 
 
+def read(path, params, n_head):
+    """tokens [n] int32 and kv [n_layer, 2, n_head, n, d_head] float32 of a file; ValueError says why there are none."""
+    n_layer, (n_ctx, n_embd) = len(params["blocks"]), params["wpe"].shape
+    model, saved, kv = read_members(path, ["model", "tokens", "kv"])
+    if saved.ndim != 1 or saved.dtype != np.int32 or saved.size > n_ctx or model.dtype != np.uint8:
+        raise ValueError("damaged: its arrays don't fit together")
+    if not np.array_equal(model, fingerprint(params, n_head)):
+        raise ValueError("made by another model")
+    if kv.shape != (n_layer, 2, n_head, saved.size, n_embd // n_head) or kv.dtype != np.float32:
+        raise ValueError("damaged: its arrays don't fit together")
+    return saved, kv
+
+
 def load(path, tokens, params, n_head):
-    """The cache of the tokens that the file begins with too, all but the last at most; None where there are none.
+    """(cache of the tokens that the file begins with too, all but the last at most, or None; may it be replaced?).
 
     What can't be used is left alone, and a line on stderr says why.
     """
     if not os.path.exists(path):
-        return None
-    n_layer, (n_ctx, n_embd) = len(params["blocks"]), params["wpe"].shape
+        return None, True
     try:
-        model, saved, kv = read_members(path, ["model", "tokens", "kv"])
+        saved, kv = read(path, params, n_head)
     except ValueError as error:
         notice(path, f"{error}; it is left alone: remove it to save this prompt")
-        return None
-    if not np.array_equal(model, fingerprint(params, n_head)):
-        notice(path, "made by another model; it is left alone: remove it to save this prompt")
-        return None
-    shape = (n_layer, 2, n_head, saved.size, n_embd // n_head)
-    if saved.ndim != 1 or saved.dtype.kind != "i" or kv.shape != shape or kv.dtype != np.float32 or saved.size > n_ctx:
-        notice(path, "damaged: its arrays don't fit together; it is left alone: remove it to save this prompt")
-        return None
+        return None, False
     n_both = min(len(saved), len(tokens) - 1)
     differs = np.flatnonzero(saved[:n_both] != np.asarray(tokens[:n_both]))
     n = int(differs[0]) if len(differs) else n_both
     notice(path, f"{n} of the prompt's {len(tokens)} tokens reused" if n else "holds another prompt; it is left alone")
     if n == 0:
-        return None
-    return [extend(empty_entry(n_head, n_embd // n_head, n_ctx), block[:, :, :n]) for block in kv]
+        return None, False
+    n_ctx, n_embd = params["wpe"].shape
+    kvcache = [extend(empty_entry(n_head, n_embd // n_head, n_ctx), block[:, :, :n]) for block in kv]
+    return kvcache, n == len(saved)
 
 
 def save(path, tokens, kvcache, params, n_head):
-    """Writes the cache of these tokens, unless the file holds something that would be lost. Beside, then renamed."""
-    if os.path.exists(path):
-        try:
-            model, saved = read_members(path, ["model", "tokens"])
-        except ValueError:
-            return
-        begins_like_it = np.array_equal(saved, tokens[: len(saved)]) and len(saved) < len(tokens)
-        if not begins_like_it or not np.array_equal(model, fingerprint(params, n_head)):
-            return
+    """Writes the cache of these tokens: beside, then renamed."""
     part = f"{path}.{os.getpid()}.part"
     try:
         with open(part, "wb") as file:
             kv = np.stack([kv for kv, _ in kvcache])  # [n_layer, 2, n_head, n, d_head]
             np.savez(file, model=fingerprint(params, n_head), tokens=np.array(tokens, np.int32), kv=kv)
         os.replace(part, path)
+    except OSError as error:
+        raise OSError(f"can't write the prompt cache {path}: {error.strerror or error}") from None
     finally:
         if os.path.exists(part):
             os.remove(part)
@@ -136,8 +142,9 @@ def load_or_run(path, tokens, params, n_head, prefill):
 
     prefill: gpt2_kvcache.prefill.
     """
-    kvcache, known = load(path, tokens, params, n_head), tokens[:-1]
+    (kvcache, replaceable), known = load(path, tokens, params, n_head), tokens[:-1]
     if cached_length(kvcache) < len(known):
         _, kvcache = prefill(known, params, n_head, kvcache)
-        save(path, known, kvcache, params, n_head)
+        if replaceable:  # nothing is lost: the new cache begins with all of the old
+            save(path, known, kvcache, params, n_head)
     return kvcache

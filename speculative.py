@@ -97,14 +97,22 @@ def by_draft(params, n_head, to_distribution, rng):
             guess.append(draw(drawn_from[-1], rng))
         return guess, (start, kvcache, drawn_from)
 
-    def verify(rows, guess, state):
-        start, kvcache, drawn_from = state or (None, None, [])
+    def chosen(rows, guess, drawn_from):
         for i, token in enumerate(guess):
-            p, q = to_distribution(rows[i]), drawn_from[i]  # [n_vocab]
+            q = drawn_from[i]  # [n_vocab]
+            p = to_distribution(rows[i])  # [n_vocab]
             if rng.random() * q[token] >= p[token]:  # accepted with probability min(1, p / q)
                 rest = np.maximum(p - q, 0)  # what q proposes too seldom; drawn from it, the token is as if from p
-                return [*guess[:i], draw(rest / rest.sum(), rng)], state
-        return [*guess, draw(to_distribution(rows[len(guess)]), rng)], state
+                return [*guess[:i], draw(rest / rest.sum(), rng)]
+        return [*guess, draw(to_distribution(rows[len(guess)]), rng)]
+
+    def verify(rows, guess, state):
+        start, kvcache, drawn_from = state or (None, None, [])
+        new = chosen(rows, guess, drawn_from)
+        if drawn_from:  # the cache holds all that was proposed but the last: it keeps what held
+            n = cached_length(kvcache)
+            state = (start, truncate(kvcache, min(n, n - len(drawn_from) + len(new))), [])
+        return new, state
 
     return propose, verify
 

@@ -178,8 +178,10 @@ def export(out, model_size=None, models_dir=None):
         if out.exists():
             out.rmdir()
         part.rename(out)
-    except BaseException:
+    except BaseException as error:
         shutil.rmtree(part, ignore_errors=True)
+        if isinstance(error, OSError) and error.strerror:
+            raise OSError(f"can't write to {out}: {error.strerror}") from None
         raise
 
 

@@ -12,6 +12,7 @@ import pytest
 from tiny import arrays, random_params, random_tokens
 
 import batch
+import fast
 import gpt2
 import gpt2_kvcache
 from sampling import greedy, sampler
@@ -67,7 +68,7 @@ def test_samples_of_one_prompt_branch_from_one_run_of_it(monkeypatch):
 def test_a_step_reads_the_weights_once_for_all(monkeypatch):
     """So does the first one, whose rows are all tokens of these short prompts."""
     rows, real = [], batch.linear
-    for module in (batch, gpt2_kvcache):
+    for module in (batch, fast):
         monkeypatch.setattr(module, "linear", lambda x, w, b: rows.append(len(x)) or real(x, w, b))
     prompts = [p[:5] for p in PROMPTS]
     list(batch.stream_batch([(p, greedy) for p in prompts], PARAMS, N_HEAD, 6))

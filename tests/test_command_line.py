@@ -72,12 +72,34 @@ def test_what_is_read_without_fire_is_what_fire_reads(main, arguments):
 def test_an_ordinary_command_imports_nothing_that_it_does_not_use():
     """fire, requests and tqdm take longer than reading the model (issue "Speed": from the shell to the first token)."""
     code = (
-        "import sys, runpy; sys.argv = ['gpt2_kvcache.py', 'x', '1', '--model_size=fairytale']\n"
+        "import sys, runpy\n"
+        "sys.argv = ['gpt2_kvcache.py', 'x', '--n_tokens_to_generate=1', '--model_size=fairytale']\n"
         "runpy.run_path('gpt2_kvcache.py', run_name='__main__')\n"
         "print(sorted({'fire', 'asyncio', 'requests', 'tqdm', 'http.client', 'safetensors'} & set(sys.modules)))"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout.endswith("[]\n"), result
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["Once", "upon", "a", "time"], "'upon' isn't an argument.*quotes"),
+        (["Once", "--temprature", "1"], "'--temprature' isn't an argument"),
+        (["Once", "--prompt_cache"], "--prompt_cache needs a value"),
+        (["--prompt", "--seed", "3"], "--prompt needs a value"),
+        ([], "prompt"),
+    ],
+)
+def test_what_is_no_argument_is_named(arguments, message):
+    assert_refused(run("gpt2_kvcache.py", *arguments), 2, message)
+
+
+def test_a_closed_stdout_or_stderr_is_no_traceback():
+    for redirection, expected in ((">&-", b""), ("2>&-", b"xed")):
+        command = f"{sys.executable} gpt2_kvcache.py x --n_tokens_to_generate 3 --model_size fairytale {redirection}"
+        result = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True)
+        assert result.stdout.startswith(expected) and b"Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", "", "日本 🙂 und Ä", "def f(x):\n    return", " \n\t "])

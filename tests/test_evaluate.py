@@ -81,6 +81,14 @@ def test_separators_are_no_bytes_of_the_text(tmp_path):
     assert f"{2 * len(TALE.encode())} bytes, documents: 2" in result.stdout
 
 
+@pytest.mark.parametrize("form", ["{0}{1}\n{0}{1}\n", "{0}{1}\n{1}\n{0}{1}", "{1}\n{0}{1}\n{0}"])
+def test_separators_count_as_such_wherever_they_stand_alone_on_a_line(tmp_path, form):
+    path = tmp_path / "tales.txt"
+    path.write_text(form.format(TALE, "<|endoftext|>"), encoding="utf-8")
+    n_bytes = 2 * len(TALE.encode())
+    assert re.search(rf"\b({n_bytes - 2}|{n_bytes - 1}) bytes, documents: 2", run(path).stdout)
+
+
 @pytest.mark.parametrize("content", [b"", b"\n<|endoftext|>\n", b"\xff\xff"])
 def test_a_file_without_text_is_one_line_and_status_2(tmp_path, content):
     path = tmp_path / "empty.txt"

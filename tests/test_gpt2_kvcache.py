@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from prompts import PROMPTS
 from tiny import arrays, random_params, random_tokens
 
+import fast
 import gpt2
 import gpt2_kvcache
 from kvcache import cached_length, truncate
@@ -172,27 +173,6 @@ def test_a_block_runs_the_last_rows_alone_and_keeps_all_keys(n_out):
     np.testing.assert_allclose(y, expected[9 - len(y) :], atol=1e-5)
 
 
-@pytest.mark.parametrize(("n_queries", "n_scores"), [(1, 1), (2, 30), (3, 10**6), (7, 60), (100, 1)])
-@pytest.mark.parametrize(("n_q", "n_seq"), [(1, 1), (1, 9), (9, 9), (2, 9), (7, 9)])
-def test_attention_in_pieces_is_masked_attention(monkeypatch, n_queries, n_scores, n_q, n_seq):
-    monkeypatch.setattr(gpt2_kvcache, "N_QUERIES", n_queries)
-    monkeypatch.setattr(gpt2_kvcache, "N_SCORES", n_scores)
-    q, k, v = normal(4, n_q, 8), normal(4, n_seq, 8), normal(4, n_seq, 8)
-    expected = gpt2.attention(q, k, v, np.tri(n_q, n_seq, n_seq - n_q, dtype=bool))
-    heads = gpt2_kvcache.causal_attention(q, k, v)
-    assert heads.dtype == np.float32
-    np.testing.assert_allclose(heads, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("n", [0, 1, 2, 32, 33])
-@pytest.mark.parametrize("n_vocab", [1, 767, 768, 1700])
-def test_the_product_with_the_vocabulary_in_blocks(n, n_vocab):
-    x, wte = normal(n, 16), normal(n_vocab, 16)
-    logits = gpt2_kvcache.to_vocabulary(x, wte)
-    assert logits.shape == (n, n_vocab) and logits.dtype == np.float32
-    np.testing.assert_allclose(logits, x @ wte.T, atol=1e-4)
-
-
 @pytest.mark.parametrize("chunk", [1, 2, 5, 16])
 def test_prefill_in_pieces_equals_one_pass(chunk):
     _, kvcache = run(TOKENS[:3])
@@ -223,10 +203,20 @@ def test_every_array_is_float32_on_the_way_to_the_logits(monkeypatch):
 
         return call
 
-    for name in ("layer_norm", "linear", "ffn", "split_heads", "merge_heads", "attention", "attend", "mha", "extend"):
+    for name in (
+        "layer_norm",
+        "linear",
+        "ffn",
+        "split_heads",
+        "merge_heads",
+        "attend",
+        "mha",
+        "extend",
+        "to_vocabulary",
+    ):
         monkeypatch.setattr(gpt2_kvcache, name, watched(getattr(gpt2_kvcache, name)))
-    for name in ("gelu", "linear"):
-        monkeypatch.setattr(gpt2, name, watched(getattr(gpt2, name)))
+    for name in ("gelu", "linear", "product", "attention"):
+        monkeypatch.setattr(fast, name, watched(getattr(fast, name)))
     _, kvcache = run(TOKENS[:6])
     _, kvcache = run(TOKENS[:9], kvcache)
     seen.append(run(TOKENS[:10], kvcache)[0])

@@ -102,6 +102,43 @@ def test_a_file_of_another_model_is_told_and_left_alone(tmp_path, capsys, part):
     assert "made by another model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("change", ["negated", "two rows swapped", "two entries swapped", "n_head"])
+def test_changes_that_a_plain_sum_would_not_see_make_another_model(change):
+    params, n_head = random_params(n_embd=48, n_vocab=400), 3
+    before = prompt_cache.fingerprint(params, n_head)
+    w = params["wte"]
+    if change == "negated":
+        w *= -1
+    elif change == "two rows swapped":
+        w[[3, 9]] = w[[9, 3]]
+    elif change == "two entries swapped":
+        w[3, 5], w[8, 5] = w[8, 5], w[3, 5]
+    else:
+        n_head = 4
+    assert not np.array_equal(before, prompt_cache.fingerprint(params, n_head))
+
+
+@pytest.mark.parametrize("what", ["another prompt", "another model", "kv damaged", "kv of another type", "structured"])
+def test_a_shorter_file_that_cannot_be_used_is_not_replaced_by_a_longer_prompt(tmp_path, capsys, what):
+    path, params = tmp_path / "saved.npz", random_params()
+    if what == "another model":
+        params["wte"][0, 0] += 1
+    load_or_run(path, [(t + (what == "another prompt")) % 50 for t in TOKENS[:6]], params)
+    with np.load(path) as arrays:
+        content = dict(arrays)
+    if what == "kv of another type":
+        content["kv"] = content["kv"].astype(float)
+    if what == "structured":
+        content["model"] = np.zeros(32, [("a", "u1")])
+    np.savez(path, **content)
+    if what == "kv damaged":
+        path.write_bytes(path.read_bytes().replace(content["kv"].tobytes()[:40], bytes(40)))
+    before = path.read_bytes()
+    kvcache, n_run = load_or_run(path, TOKENS)
+    assert n_run == 11 and text(TOKENS, kvcache) == text(TOKENS, None) and path.read_bytes() == before
+    assert "left alone" in capsys.readouterr().err
+
+
 def test_every_damaged_file_is_told_and_left_alone_or_holds_the_right_cache(tmp_path, capsys):
     """Cut at every 97th byte, and one byte changed at every 41st."""
     path = tmp_path / "saved.npz"

@@ -1,6 +1,7 @@
 """speculative.py: several tokens a pass, and the text or the distribution of one at a time."""
 
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from prompts import PROMPTS
 from tiny import random_params, random_tokens
 
+import gpt2
 import gpt2_kvcache
 import speculative
 from sampling import chooser, greedy, sampler
@@ -87,6 +89,25 @@ def test_sampled_lookup_gives_the_text_of_the_same_seed():
     for seed in range(10):
         expected = gpt2_kvcache.generate(prompt, params, N_HEAD, 60, sampler(0.3, seed=seed))
         assert list(stream(prompt, params, N_HEAD, 60, *by_lookup(sampler(0.3, seed=seed)))) == expected
+
+
+def test_a_draft_forgets_its_wrong_guesses(monkeypatch):
+    """Every logit of the draft is what the draft says after the very text so far, in windows that move, too."""
+    params, prompt = random_params(n_vocab=7, n_layer=3), random_tokens(5, 7)
+    draft = {**params, "blocks": params["blocks"][:1]}
+    seen, prefill = [], gpt2_kvcache.prefill
+
+    def noting(inputs, weights, n_head, kvcache=None):
+        logits, kvcache = prefill(inputs, weights, n_head, kvcache)
+        if weights is draft:
+            seen.append(abs(logits - gpt2.gpt2(inputs, **draft, n_head=n_head)[-1]).max())
+        return logits, kvcache
+
+    monkeypatch.setattr(speculative, "prefill", noting)
+    turns = itertools.cycle([3, 0, 1, 4])
+    monkeypatch.setattr(speculative, "how_many", lambda a, n_most, price=0: min(n_most, next(turns)))
+    list(stream(prompt, params, N_HEAD, 60, *by_greedy_draft(draft, N_HEAD), price=0.1))
+    assert len(seen) > 20 and max(seen) < 1e-4
 
 
 def test_it_stops_before_the_end_of_text():
@@ -184,7 +205,8 @@ def test_lookup_finds_what_followed_the_longest_and_then_the_last_match():
 
 def test_no_guess_is_made_where_none_pays():
     assert how_many(0.0, 8) == how_many(0.5, 8) == 0
-    assert how_many(0.95, 8) == 8 and how_many(1.0, 1) == 0  # one token more for more than twice the time
+    assert how_many(0.95, 8) == 7 and how_many(0.99, 15) == 15  # 8 or 16 rows: what a product likes
+    assert how_many(1.0, 1) == 0  # one token more for more than twice the time
     assert how_many(0.9, 8, cost_of_a_guess=1.0) == 0
 
 
