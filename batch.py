@@ -83,7 +83,7 @@ def gpt2_step(new, kvcaches, wte, wpe, blocks, ln_f, n_head):
 def caught_up(window, params, n_head, kvcache, n_left, n_more):
     """The cache, extended by all tokens of the window but the last if it lacks more than n_left of them.
 
-    n_more: how many tokens will come behind the window, for which a new cache has room.
+    n_more: how many tokens will come after the window, for which a new cache has room.
     """
     if kvcache is None:
         n_ctx, n_embd = params["wpe"].shape

@@ -99,7 +99,7 @@ def sample(logits, rng, temperature=None, top_k=None, top_p=None):
 def sampler(temperature=None, top_k=None, top_p=None, seed=None):
     """A function logits -> id that draws from a Generator of its own, which starts from seed (None: from entropy).
 
-    The Generator is the one thing in this project that remembers something between two calls.
+    The Generator is the one thing in this project that makes the same call give different results.
     """
     check_settings(temperature, top_k, top_p, seed)
     to_probabilities, rng = chooser(temperature, top_k, top_p), np.random.default_rng(seed)

@@ -43,7 +43,7 @@ def lookup(tokens, n):
             best, best_length = end, length
         if length == LONGEST_NGRAM:
             break
-    period = [] if best is None else tokens[best:]  # behind the end of the text it begins again
+    period = [] if best is None else tokens[best:]  # after the end of the text it begins again
     return [period[i % len(period)] for i in range(n)] if period else []
 
 
@@ -156,7 +156,7 @@ def stream(
 
 
 def run_ahead(window, guess, params, n_head, kvcache):
-    """Runs what the cache lacks of the window, and the guessed tokens behind it.
+    """Runs what the cache lacks of the window, and the guessed tokens after it.
 
     -> logits [1 + len(guess), n_vocab] of what follows the window and of what follows each guess, the cache of all.
     """
