@@ -36,11 +36,8 @@ ARGUMENTS = {
 
 def read_text(path):
     """The text of a UTF-8 file, or of stdin for "-"; line ends become \n."""
-    try:
-        with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
-            data = file.read()
-    except (FileNotFoundError, IsADirectoryError) as error:
-        raise ValueError(f"can't read {path}: {error.strerror}") from None
+    with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
+        data = file.read()
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
