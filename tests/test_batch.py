@@ -15,6 +15,7 @@ import batch
 import fast
 import gpt2
 import gpt2_kvcache
+from kvcache import empty_entry, extend
 from sampling import greedy, sampler
 from utils import load_encoder_hparams_and_params
 
@@ -74,6 +75,16 @@ def test_a_step_reads_the_weights_once_for_all(monkeypatch):
     list(batch.stream_batch([(p, greedy) for p in prompts], PARAMS, N_HEAD, 6))
     n_products = 3 * len(PARAMS["blocks"])
     assert rows == [sum(map(len, prompts))] * n_products + [len(prompts)] * 5 * n_products
+
+
+def test_attention_for_one_token_of_each_is_that_of_each_alone():
+    rng = np.random.default_rng(0)
+    entries = [extend(empty_entry(3, 4, 9), rng.standard_normal((2, 3, n, 4), dtype=np.float32)) for n in (1, 7, 3)]
+    qkv = rng.standard_normal((3, 36), dtype=np.float32) * 20  # scores in the hundreds: exp would overflow
+    alone = [gpt2_kvcache.attend(row, 3, entry) for row, entry in zip(np.split(qkv, 3), entries, strict=True)]
+    heads, longer = batch.attend_all(qkv, [1, 2, 3], 3, entries)
+    assert heads.dtype == np.float32 and [kv.shape[2] for kv, _ in longer] == [2, 8, 4]
+    np.testing.assert_allclose(heads, np.concatenate([row for row, _ in alone]), atol=1e-4)
 
 
 @pytest.mark.parametrize("join", [1, 2, 4, 100])

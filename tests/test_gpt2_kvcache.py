@@ -10,7 +10,7 @@ from tiny import arrays, random_params, random_tokens
 import fast
 import gpt2
 import gpt2_kvcache
-from kvcache import cached_length, truncate
+from kvcache import cached_length, empty_entry, extend, first_rows, truncate
 from utils import load_encoder_hparams_and_params
 
 PARAMS, N_HEAD, N_CTX = random_params(), 3, 16
@@ -180,6 +180,20 @@ def test_prefill_in_pieces_equals_one_pass(chunk):
         logits, longer = gpt2_kvcache.prefill(TOKENS, PARAMS, N_HEAD, start, chunk)
         assert logits.shape == (50,) and cached_length(longer) == N_CTX
         np.testing.assert_allclose(logits, plain(TOKENS)[-1], atol=1e-5)
+
+
+def test_a_cache_dropped_by_another_thread_meanwhile_hides_no_longer_one():
+    """The list of views then gets shorter while it is gone through."""
+    long, views = extend(empty_entry(2, 4, n_room=8), normal(2, 2, 5, 4))
+    kept, (short, _) = long.copy(), first_rows(long.base, 3, views)
+
+    def dropped():
+        views.remove(dropped)
+        return short
+
+    views.insert(0, dropped)
+    extend((short, views), normal(2, 2, 1, 4) + 9)
+    assert (long == kept).all()
 
 
 def test_no_argument_is_changed():
