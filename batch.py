@@ -14,8 +14,8 @@ import numpy as np
 from command_line import load, progress, read_text
 from fast import ffn, linear, to_vocabulary
 from gpt2 import layer_norm, split_heads, window_start
-from gpt2_kvcache import attend, prefill
-from kvcache import cached_length, check_tokens, empty_cache, extend
+from gpt2_kvcache import attend, cache_with_room, prefill
+from kvcache import cached_length, check_tokens, extend
 from sampling import check_settings, sampler
 
 JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
@@ -86,8 +86,7 @@ def caught_up(window, params, n_head, kvcache, n_left, n_more):
     n_more: how many tokens will come after the window, for which a new cache has room.
     """
     if kvcache is None:
-        n_ctx, n_embd = params["wpe"].shape
-        kvcache = empty_cache(len(params["blocks"]), n_head, n_embd // n_head, min(n_ctx, len(window) + n_more))
+        kvcache = cache_with_room(len(window) + n_more, params, n_head)
     if len(window) - cached_length(kvcache) > n_left:
         _, kvcache = prefill(window[:-1], params, n_head, kvcache)
     return kvcache

@@ -143,19 +143,19 @@ def speculation(tokens, params, n_head, n_rounds):
 
 def time_by_position(tokens, params, n_head, n_rounds, bar):
     """[(position, ms with the cache, ms without)]: what the next token costs when so many are there."""
-    n_ctx, points = len(tokens), []
+    n_ctx, n_steps, points = len(tokens), 10, []
     for n in sorted({4, 16, *(n_ctx * i // 8 for i in range(1, 8)), n_ctx - 1}):
         kvcache = cache_of(tokens, params, n_head, n)
 
         def cached(n=n, kvcache=kvcache):
-            for _ in range(10):  # as in a text: a single step after so long a pass finds every cache cold
+            for _ in range(n_steps):  # as in a text: a single step after so long a pass finds every cache cold
                 gpt2_kvcache.prefill(tokens[: n + 1], params, n_head, kvcache)
 
         def plain(n=n):
             gpt2.gpt2(tokens[: n + 1], **params, n_head=n_head)
 
         with_cache, without = alternate(cached, plain, n_rounds=n_rounds)
-        points.append((n, ms(with_cache) / 10, ms(without)))
+        points.append((n, ms(with_cache) / n_steps, ms(without)))
         bar.update()
     return points
 
@@ -349,7 +349,8 @@ def report(r):
             rows += [(f"{name.replace('_', ' ')}: ours over transformers'", times)]
     for n, cached, plain in r["ms_by_position"]:
         rows += [(f"next token after {n}: with / without the cache", f"{cached:.2f} / {plain:.2f} ms")]
-    yield f"model {r['model']}; {r['machine']}; medians of {r['rounds']} rounds or more, 5 by position"
+    rounds = f"medians of {r['rounds']} rounds or more, {min(r['rounds'], 5)} by position"
+    yield f"model {r['model']}; {r['machine']}; {rounds}"
     yield from (f"{label:52}{value}" for label, value in rows)
 
 

@@ -21,6 +21,7 @@ N_QUERIES, N_SCORES = 128, 400_000  # queries and scores that attention has in h
 N_ROWS = 16  # rows of the hidden layer that GELU has in hand at a time: 200 kB
 FEW, SMALL = 16, 500_000  # plain products are as fast for more rows, and for matrices with fewer numbers
 ROWS_OF_W, ROWS_OF_WTE = 64, 768  # how many rows of the matrix one product takes
+LEFT = 10  # with more rows than these a w that isn't wide is faster as the left factor
 
 
 def product(x, w):
@@ -32,7 +33,7 @@ def product(x, w):
     if not 1 < n <= FEW or w.size < SMALL:
         return x @ w
     if n_in >= n_out:
-        return np.ascontiguousarray((w.T @ x.T).T) if n > 10 else x @ w  # ([n_out, n_in] @ [n_in, n]).T -> [n, n_out]
+        return np.ascontiguousarray((w.T @ x.T).T) if n > LEFT else x @ w  # ([n_out, n_in] @ [n_in, n]).T -> [n, n_out]
     y = x[:, :ROWS_OF_W] @ w[:ROWS_OF_W]  # [n, 64] @ [64, n_out] -> [n, n_out]
     for i in range(ROWS_OF_W, n_in, ROWS_OF_W):
         y += x[:, i : i + ROWS_OF_W] @ w[i : i + ROWS_OF_W]

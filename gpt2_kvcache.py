@@ -79,6 +79,12 @@ def prefill(inputs, params, n_head, kvcache=None, chunk=PREFILL_CHUNK):
     return logits[-1], kvcache  # [1, n_vocab] -> [n_vocab]
 
 
+def cache_with_room(n, params, n_head):
+    """A cache of 0 positions with room for n, the window at most."""
+    n_ctx, n_embd = params["wpe"].shape
+    return empty_cache(len(params["blocks"]), n_head, n_embd // n_head, min(n, n_ctx))
+
+
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None, kvcache=None):
     """Yields new token ids one by one; stops after n_tokens_to_generate, or before end_of_text.
 
@@ -92,8 +98,7 @@ def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_tex
             start, kvcache = window_start(len(tokens), n_ctx), None
         window = tokens[start:]
         if kvcache is None:
-            n_room = min(n_ctx, len(window) + n_tokens_to_generate)
-            kvcache = empty_cache(len(params["blocks"]), n_head, params["wpe"].shape[1] // n_head, n_room)
+            kvcache = cache_with_room(len(window) + n_tokens_to_generate, params, n_head)
         logits, kvcache = prefill(window, params, n_head, kvcache)
         token = pick(logits)
         if token == end_of_text:

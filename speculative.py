@@ -98,6 +98,7 @@ def by_draft(params, n_head, to_distribution, rng):
         return guess, (start, kvcache, drawn_from)
 
     def chosen(rows, guess, drawn_from):
+        """The guesses that hold and one id more. rows: [n_guess + 1, n_vocab], drawn_from: a list of [n_vocab]."""
         for i, token in enumerate(guess):
             q = drawn_from[i]  # [n_vocab]
             p = to_distribution(rows[i])  # [n_vocab]
