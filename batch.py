@@ -11,12 +11,13 @@ import math
 
 import numpy as np
 
-from command_line import load, progress, read_text
+from command_line import progress, read_text
 from fast import ffn, linear, to_vocabulary
 from gpt2 import layer_norm, split_heads, window_start
 from gpt2_kvcache import attend, cache_with_room, prefill
 from kvcache import cached_length, check_tokens, extend
-from sampling import check_settings, sampler
+from sampling import at_least, check_settings, sampler
+from utils import load_encoder_hparams_and_params
 
 JOIN = 32  # a sequence that lacks more tokens than these runs them by itself: so many rows use the weights well enough
 
@@ -162,15 +163,14 @@ def main(
 
     Sample i of a prompt is what the other scripts write with --seed SEED+i.
     """
-    for name, value in (("num_samples", num_samples), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more, not {value}")
+    at_least(1, num_samples=num_samples, batch_size=batch_size)
+    at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     check_settings(temperature, top_k, top_p, seed)
     text = read_text(file)
     if text.strip("\n") == "":
         raise ValueError(f"{file} has no prompts: one a line is wanted")
     prompts = text.removesuffix("\n").split("\n")
-    encoder, hparams, params = load(n_tokens_to_generate, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     seeds = [None if seed is None else seed + i for i in range(num_samples)]
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]
     requests = (

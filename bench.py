@@ -21,7 +21,8 @@ import gpt2
 import gpt2_kvcache
 import speculative
 from kvcache import cached_length
-from sampling import chooser, greedy, sampler
+from sampling import at_least, chooser, greedy, sampler
+from utils import load_encoder_hparams_and_params
 
 HERE = Path(__file__).resolve().parent
 
@@ -384,10 +385,7 @@ def main(
     """Check and time a model with and without the cache."""
     from tqdm import tqdm
 
-    from command_line import load
-
-    if rounds < 1:
-        raise ValueError(f"rounds must be 1 or more, not {rounds}")
+    at_least(1, rounds=rounds)
     for option, value, packages in (("plot", plot, ["matplotlib"]), ("torch", torch, ["torch", "transformers"])):
         missing = [name for name in packages if value and find_spec(name) is None]
         if missing:
@@ -395,7 +393,7 @@ def main(
     for path in filter(None, (json, plot)):
         if not Path(path).resolve().parent.is_dir():
             raise ValueError(f"no folder for {path}")
-    encoder, hparams, params = load(0, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     n_head = hparams["n_head"]
     with tqdm(total=20 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
         result = {"model": model_size, "machine": machine(), "rounds": rounds}

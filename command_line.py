@@ -25,7 +25,6 @@ ARGUMENTS = {
     "batch_size": "how many texts to write at once",
     "draft_model_size": "a smaller model with the same vocabulary that guesses; left out, the text itself does",
     "guesses": "how many tokens to guess at most",
-    "command": "export",
     "out": "a folder that doesn't exist yet, or is empty",
     "rounds": "how often each thing is timed",
     "json": "a file for all numbers",
@@ -42,15 +41,6 @@ def read_text(path):
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} isn't UTF-8 text: byte {error.start} is wrong") from None
-
-
-def load(n_tokens_to_generate, model_size, models_dir):
-    """encoder, hparams, params; what is asked for is checked before anything is loaded or downloaded."""
-    from utils import load_encoder_hparams_and_params
-
-    if n_tokens_to_generate < 0:
-        raise ValueError(f"n_tokens_to_generate must be 0 or more, not {n_tokens_to_generate}")
-    return load_encoder_hparams_and_params(model_size, models_dir)
 
 
 def progress(items, total, unit):

@@ -6,9 +6,10 @@ import re
 
 import numpy as np
 
-from command_line import load, progress, read_text
+from command_line import progress, read_text
 from encoder import END_OF_TEXT
 from gpt2_kvcache import gpt2
+from utils import load_encoder_hparams_and_params
 
 PIECE = 256  # tokens whose logits are in memory at once
 
@@ -50,7 +51,7 @@ def main(file: str, model_size: str = None, models_dir: str = None):
     n_bytes = sum(len(text.encode()) for text in documents)
     if n_bytes == 0:
         raise ValueError(f"{file} holds no text")
-    encoder, hparams, params = load(0, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     tokens = [encoder.end_of_text]
     for text in documents:
         tokens += [*encoder.encode(text), encoder.end_of_text]

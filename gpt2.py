@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from sampling import greedy, sampler
+from sampling import at_least, greedy, sampler
 
 
 def gelu(x):
@@ -133,10 +133,12 @@ def main(
     seed: int = None,
 ):
     """Continue a prompt with GPT-2, without a cache (gpt2_kvcache.py writes the same text, faster)."""
-    from command_line import load, write_text
+    from command_line import write_text
+    from utils import load_encoder_hparams_and_params
 
+    at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
-    encoder, hparams, params = load(n_tokens_to_generate, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     inputs = encoder.encode(prompt) or [encoder.end_of_text]
     new = stream(inputs, params, hparams["n_head"], n_tokens_to_generate, pick, encoder.end_of_text)
     write_text(new, encoder, n_tokens_to_generate)

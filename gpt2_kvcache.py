@@ -11,7 +11,7 @@ import numpy as np
 from fast import causal_attention, ffn, linear, to_vocabulary
 from gpt2 import layer_norm, merge_heads, split_heads, window_start
 from kvcache import cached_length, check, empty_cache, empty_entry, extend
-from sampling import greedy, sampler
+from sampling import at_least, greedy, sampler
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
 
@@ -124,10 +124,12 @@ def main(
     prompt_cache: str = None,
 ):
     """Continue a prompt with GPT-2, with a KV cache (gpt2.py writes the same text without one)."""
-    from command_line import load, write_text
+    from command_line import write_text
+    from utils import load_encoder_hparams_and_params
 
+    at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
-    encoder, hparams, params = load(n_tokens_to_generate, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     inputs = encoder.encode(prompt) or [encoder.end_of_text]
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:

@@ -67,16 +67,21 @@ def draw(p, rng):
     return int(np.searchsorted(cumulative, rng.random() * just_below, side="right"))
 
 
+def at_least(least, **numbers):
+    """ValueError, naming it and its value, for the first number that is smaller; None stands for no number."""
+    for name, number in numbers.items():
+        if number is not None and number < least:
+            raise ValueError(f"{name} must be {least} or more, not {number}")
+
+
 def check_settings(temperature=None, top_k=None, top_p=None, seed=None):
     """ValueError, naming the setting and its value, for one that can't be meant."""
     if temperature is not None and not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be a number from 0 up, not {temperature}")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k must be 1 or more, not {top_k}")
     if top_p is not None and not 0 <= top_p <= 1:
         raise ValueError(f"top_p must lie between 0 and 1, not {top_p}")
-    if seed is not None and seed < 0:
-        raise ValueError(f"seed must be 0 or more, not {seed}")
+    at_least(1, top_k=top_k)
+    at_least(0, seed=seed)
 
 
 def chooser(temperature=None, top_k=None, top_p=None):

@@ -15,7 +15,7 @@ import numpy as np
 from gpt2 import window_start
 from gpt2_kvcache import gpt2, prefill
 from kvcache import cached_length, truncate
-from sampling import check_settings, chooser, draw, greedy, sampler
+from sampling import at_least, check_settings, chooser, draw, greedy, sampler
 
 # What a pass over so many tokens costs, in passes over one: 124M's shape, 256 tokens cached, two cores, NumPy 2.4's
 # OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the
@@ -203,17 +203,18 @@ def main(
     guesses: int = 15,
 ):
     """Continue a prompt with GPT-2, several tokens a pass where the next ones can be guessed."""
-    from command_line import load, write_text
+    from command_line import write_text
+    from utils import load_encoder_hparams_and_params
 
-    if guesses < 1:
-        raise ValueError(f"guesses must be 1 or more, not {guesses}")
+    at_least(0, n_tokens_to_generate=n_tokens_to_generate)
+    at_least(1, guesses=guesses)
     check_settings(temperature, top_k, top_p, seed)
-    encoder, hparams, params = load(n_tokens_to_generate, model_size, models_dir)
+    encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     inputs, price, counts = encoder.encode(prompt) or [encoder.end_of_text], 0.0, {}
     if draft_model_size is None:
         propose, verify = by_lookup(sampler(temperature, top_k, top_p, seed))
     else:
-        draft_encoder, draft_hparams, draft = load(0, draft_model_size, models_dir)
+        draft_encoder, draft_hparams, draft = load_encoder_hparams_and_params(draft_model_size, models_dir)
         check_draft(params, draft, len(inputs) + n_tokens_to_generate)
         if draft_encoder.encoder != encoder.encoder:
             raise ValueError(f"the draft {draft_model_size} has another vocabulary than the model")

@@ -1,19 +1,14 @@
-"""From a model's name to (encoder, hparams, params): which folder, is all there, does all fit together.
-
-As a command line it writes a model out again: python utils.py export --model_size 124M --out DIR
-"""
+"""From a model's name to (encoder, hparams, params): which folder, is all there, does all fit together."""
 
 import json
-import os
-import shutil
 import sys
 from pathlib import Path
 
-import huggingface
-from checkpoint import load_weights
-from download import SIZES, download
 from encoder import get_encoder
 from errors import DamagedFile
+from model_files import huggingface, huggingface_tokenizer
+from model_files.checkpoint import load_weights
+from model_files.download import SIZES, download
 
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 BUNDLED = MODELS_DIR / "fairytale"
@@ -54,7 +49,7 @@ def load_model(folder):
 
 def load_huggingface(folder):
     """As load_model, from Hugging Face's layout."""
-    hparams, encoder = huggingface.load_hparams(folder), huggingface.get_encoder(folder)
+    hparams, encoder = huggingface.load_hparams(folder), huggingface_tokenizer.get_encoder(folder)
     n_ids, n_vocab = len(encoder.decoder), hparams["n_vocab"]
     if n_ids > n_vocab:
         raise DamagedFile(f"{folder}: the tokenizer has {n_ids} ids, vocab_size in config.json is {n_vocab}")
@@ -159,40 +154,3 @@ def tensors(hparams):
         for linear, (n_in, n_out) in linears.items():
             yield f"h{i}/{linear}/w", (n_in, n_out)
             yield f"h{i}/{linear}/b", (n_out,)
-
-
-def export(out, model_size=None, models_dir=None):
-    """Writes a model to the new or empty folder `out` in Hugging Face's layout, whole or not at all.
-
-    Arguments and errors: see `load_encoder_hparams_and_params`; ValueError for an `out` that holds something.
-    """
-    out = Path(out).resolve()
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out {out} is there already and isn't an empty folder")
-    huggingface.import_safetensors()  # before a download, if need be, not after it
-    model = load_encoder_hparams_and_params(model_size, models_dir)
-    part = out.with_name(f"part-{os.getpid()}-{out.name}")
-    try:
-        part.mkdir(parents=True)
-        huggingface.write(part, *model)
-        if out.exists():
-            out.rmdir()
-        part.rename(out)
-    except BaseException as error:
-        shutil.rmtree(part, ignore_errors=True)
-        if isinstance(error, OSError) and error.strerror:
-            raise OSError(f"can't write to {out}: {error.strerror}") from None
-        raise
-
-
-def main(command: str, out: str, model_size: str = None, models_dir: str = None):
-    """Write a model in Hugging Face's layout, for transformers or a serving engine: utils.py export --out DIR."""
-    if command != "export":
-        raise ValueError(f"the command must be export, not {command!r:.40}")
-    export(out, model_size, models_dir)
-
-
-if __name__ == "__main__":
-    from command_line import run
-
-    run(main)

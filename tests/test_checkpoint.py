@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from checkpoint import check_crc, find_prefix, load_variables, load_weights, read_index, shard_sizes
-from crc32c import crc32c
 from errors import DamagedFile
+from model_files.checkpoint import check_crc, find_prefix, load_variables, load_weights, read_index, shard_sizes
+from model_files.crc32c import crc32c
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
 DATA = "data-00000-of-00001"

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from crc32c import crc32c
+from model_files.crc32c import crc32c
 
 READ_COMMAND = bytes.fromhex(
     "01c00000 00000000 00000000 00000000 14000000 0000040000000014 00000018 28000000 00000000 02000000 00000000"

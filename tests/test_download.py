@@ -15,10 +15,10 @@ import requests
 from store import breaks_after, etag_of, hangs, ignores_range, no_length, serving, silent, status, web_page, wrong_place
 from tqdm import tqdm
 
-import download as module
-from download import DATA, FILES, GRAPH, INDEX, SHA256, download
+import model_files.download as module
 from errors import DamagedFile
-from fetch import ask_length, fetch
+from model_files.download import DATA, FILES, GRAPH, INDEX, SHA256, download
+from model_files.fetch import ask_length, fetch
 
 CHECKPOINT = Path(__file__).parent / "golden" / "checkpoints" / "one_shard"
 
@@ -436,10 +436,10 @@ def test_packed_bodies_are_not_asked_for(store, tmp_path):
     assert wanted == ["identity", "identity"]
 
 
-ROOT = Path(module.__file__).parent
+ROOT = Path(__file__).resolve().parent.parent
 RUN = """
-import signal, sys, checkpoint, requests, tqdm
-from download import download
+import signal, sys, model_files.checkpoint, requests, tqdm
+from model_files.download import download
 signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored where the tests run in the background
 print("ready", flush=True)
 sys.stdin.readline()
@@ -488,8 +488,8 @@ def test_an_interrupt_leaves_a_part_to_go_on_from(store, tmp_path, files):
 
 
 FORK = """
-import os, sys, checkpoint, requests, tqdm
-from download import download
+import os, sys, model_files.checkpoint, requests, tqdm
+from model_files.download import download
 for line in sys.stdin:
     pid = os.fork()
     if pid == 0:

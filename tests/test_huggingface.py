@@ -12,7 +12,8 @@ import gpt2
 import gpt2_kvcache
 import utils
 from errors import DamagedFile
-from utils import export, load_encoder_hparams_and_params
+from export import export
+from utils import load_encoder_hparams_and_params
 
 GOLDEN = Path(__file__).parent / "golden" / "huggingface"
 MODELS = ("sharded", "bf16", "settings")

@@ -8,8 +8,8 @@ from store import serving, status, web_page
 from tiny import random_params
 
 import utils
-from download import FILES, GRAPH
 from errors import DamagedFile
+from model_files.download import FILES, GRAPH
 from utils import arrange, choose_model, load_encoder_hparams_and_params, load_hparams, tensors
 
 HPARAMS = {"n_vocab": 50, "n_ctx": 16, "n_embd": 12, "n_head": 4, "n_layer": 2}

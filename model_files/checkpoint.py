@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from crc32c import crc32c
 from errors import DamagedFile
-from leveldb_table import masked, read_table, varints
+from model_files.crc32c import crc32c
+from model_files.leveldb_table import masked, read_table, varints
 
 # The largest GPT-2 has 580 variables and an index of 20 kB: these limits only keep a hostile index cheap.
 MAX_INDEX_BYTES, MAX_DIMENSIONS = 256 * 1024, 32

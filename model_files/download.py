@@ -16,7 +16,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from errors import DamagedFile
-from fetch import ask_length, fetch, forget, held
+from model_files.fetch import ask_length, fetch, forget, held
 
 BASE_URL = "https://openaipublic.blob.core.windows.net/gpt-2/models"
 SIZES = ("124M", "355M", "774M", "1558M")
@@ -138,7 +138,7 @@ def take_lock(file):
 
 def check_length(url, length, folder):
     """Refuses weights that don't fit their index before they are downloaded."""
-    from checkpoint import read_index, shard_sizes
+    from model_files.checkpoint import read_index, shard_sizes
 
     sizes = shard_sizes(read_index(folder / "model.ckpt"))
     if sizes != {DATA.removeprefix("model.ckpt."): length}:
@@ -159,7 +159,7 @@ def check(part, name, sha256):
 
 
 def check_weights(part):
-    from checkpoint import check_crc
+    from model_files.checkpoint import check_crc
 
     prefix = part.with_name("part-model.ckpt")
     index = part.with_name(f"part-{INDEX}")  # beside the weights and with the same prefix: together, a checkpoint
@@ -171,7 +171,7 @@ def check_weights(part):
 
 
 def check_content(part, name, sha256):
-    from checkpoint import read_index
+    from model_files.checkpoint import read_index
 
     content = part.read_bytes()
     if sha256 and hashlib.sha256(content).hexdigest() != sha256:

@@ -5,7 +5,7 @@ Format: LevelDB's doc/table_format.md. Nothing is trusted: ValueError says what 
 
 from itertools import pairwise
 
-from crc32c import crc32c
+from model_files.crc32c import crc32c
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 MAX_BLOCKS, MAX_KEY_BYTES = 256, 1024  # far more than a GPT-2 needs, so that a hostile table of 256 kB costs little
