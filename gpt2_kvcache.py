@@ -133,9 +133,9 @@ def main(
     inputs = encoder.encode(prompt) or [encoder.end_of_text]
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:
-        from prompt_cache import load_or_run
+        from prompt_cache import prefill_with_file
 
-        kvcache = load_or_run(
+        kvcache = prefill_with_file(
             prompt_cache, inputs[window_start(len(inputs), hparams["n_ctx"]) :], params, n_head, prefill
         )
     new = stream(inputs, params, n_head, n_tokens_to_generate, pick, encoder.end_of_text, kvcache)
