@@ -8,6 +8,8 @@ only ever replaced whole, and by one that begins with what it held. Whatever goe
 import hashlib
 import os
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import numpy as np
@@ -15,7 +17,7 @@ import numpy as np
 from kvcache import cached_length, empty_entry, extend
 
 N_WORDS = 2**13  # words of 8 bytes in a block of what is fingerprinted
-PIECE = 2**21  # bytes that a thread takes at once; with what is computed of them they fit into a core's cache
+PIECE = 2**21  # bytes that a thread takes at once: few enough for a core's cache
 KEYS = np.frombuffer(hashlib.shake_128(b"prompt cache").digest(16 * N_WORDS), np.uint64).reshape(2, N_WORDS)
 
 
@@ -35,10 +37,10 @@ def leaves(name, tree):
 def block_sums(content):
     """Bytes that differ where the content, [n] uint8, differs: two sums of every block of it, and what is left over.
 
-    Mod 2^64, the sums of w * k and of w' * k' over the words w of a block. w' has the bytes of w in reverse order; k
-    and k' are random numbers, one per place. Where two blocks differ in bit r of byte b of a word, their first sums are
-    equal by a chance of 2^(8b + r - 64) at most: high bits count for little. That bit is in byte 7 - b of w', so the
-    second sums are equal by one of 2^(8(7 - b) + r - 64), and both by one of 2^(2r - 72): 2^-58 for a sign, r = 7.
+    Mod 2^64, the sums of w * k and of w' * k' over the words w of a block: w' is w with its bytes in reverse order, k
+    and k' are random numbers, one per place. If two blocks differ in bit r of byte b of a word, their first sums are
+    equal by a chance of at most 2^(8b + r - 64), the second, where it is byte 7 - b, of 2^(8(7 - b) + r - 64), and both
+    of 2^(2r - 72): 2^-58 if signs alone (r = 7) differ.
     """
     n = content.size // (8 * N_WORDS) * (8 * N_WORDS)
     words = content[:n].view(np.uint64).reshape(-1, N_WORDS)  # [n] -> [n_blocks, N_WORDS]
@@ -47,12 +49,8 @@ def block_sums(content):
 
 
 def fingerprint(tree):
-    """32 bytes, uint8, of the arrays in nested dicts and lists: others if a bit, a name, a shape or the order differs.
-
-    The SHA-256 of all block sums. That of the arrays themselves takes twice as long, or six times, as the processor is.
-    """
-    from concurrent.futures import ThreadPoolExecutor  # here: not every run needs it
-
+    """32 bytes, uint8, of the arrays in nested dicts and lists: others if a bit, a name, a shape or the order differs."""
+    # SHA-256 over all block sums: over the arrays themselves it takes twice as long, far longer on some processors
     named = list(leaves("", tree))
     total = hashlib.sha256(repr([(name, array.shape, array.dtype.str) for name, array in named]).encode())
     contents = [array.reshape(-1).view(np.uint8) for _, array in named]
@@ -65,7 +63,7 @@ def fingerprint(tree):
 
 def read_array(file):
     """The next array of an open file, mapped: nothing is copied, unpickled or larger than the file."""
-    np.lib.format.read_magic(file)
+    np.lib.format.read_magic(file)  # ValueError for other files
     shape, _, dtype = np.lib.format.read_array_header_1_0(file)
     if dtype.hasobject:
         raise ValueError("pickles")
@@ -75,10 +73,9 @@ def read_array(file):
 
 
 def read_prompt(path, tokens, model):
-    """kv of the tokens that the file begins with too, mapped, and whether it holds no more. None, True without a file.
+    """kv of the tokens that the file begins with too, mapped, and whether it holds no more; None, True without a file.
 
-    ValueError or OSError if it can't be used. Copy kv at once: no run changes a file in place, but if another program
-    cuts it short, the system kills whoever reads there.
+    ValueError or OSError if it can't be used. To be copied at once: who reads what another program cuts off is killed.
     """
     if not os.path.exists(path):
         return None, True
@@ -87,7 +84,8 @@ def read_prompt(path, tokens, model):
     with open(path, "rb") as file:
         try:
             check, made_by, saved, kv = (read_array(file) for _ in range(4))
-            if file.read(1) or not np.array_equal(check, fingerprint([made_by, saved, kv])):
+            fit = (saved.dtype, kv.dtype, kv.shape[3:4]) == (np.int32, np.float32, saved.shape)
+            if not fit or file.read(1) or not np.array_equal(check, fingerprint([made_by, saved, kv])):
                 raise ValueError
         except Exception:  # NumPy raises half a dozen kinds
             raise ValueError("damaged, or not a prompt cache") from None
@@ -103,16 +101,21 @@ def save_prompt(path, tokens, kvcache, model):
     """Writes the cache of the tokens beside the file, then renames it. ValueError or OSError if that can't be done."""
     target = os.path.realpath(path)  # a link stays one
     part = f"{target}.{os.urandom(8).hex()}.part"  # process ids are the same in all containers
-    content = [model, np.array(tokens, np.int32), np.stack([kv for kv, _ in kvcache])]
+    kv = np.stack([kv for kv, _ in kvcache])  # n_layer of [2, n_head, n, d_head] -> [n_layer, 2, n_head, n, d_head]
+    content = [model, np.array(tokens, np.int32), kv]
     folder = os.open(os.path.dirname(target), os.O_RDONLY)
     try:
         with open(part, "x+b") as file:  # with a +, np.save writes in a way that says why it fails
             for array in (fingerprint(content), *content):
                 np.save(file, array)
-        with suppress(ImportError, OSError):  # where there are locks, runs take turns from here
+        with suppress(ImportError, OSError):  # where there are locks, runs take turns; 10 seconds at most
             import fcntl
 
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            for _ in range(200):
+                with suppress(BlockingIOError):
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                time.sleep(0.05)
         if not read_prompt(target, tokens, model)[1]:  # another run may have saved meanwhile
             raise ValueError("it holds more by now")
         os.replace(part, target)
@@ -124,10 +127,7 @@ def save_prompt(path, tokens, kvcache, model):
 
 
 def prefill_with_file(path, tokens, params, n_head, prefill):
-    """The cache of all tokens but the last (None if there are no others): from the file as far as it goes, saved there.
-
-    prefill: gpt2_kvcache.prefill.
-    """
+    """The cache of all tokens but the last; None if there are no others. prefill: gpt2_kvcache.prefill."""
     known, kvcache = tokens[:-1], None
     if len(known) == 0:
         return None
