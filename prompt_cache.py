@@ -49,7 +49,7 @@ def block_sums(content):
 
 
 def fingerprint(tree):
-    """32 bytes, uint8, of the arrays in nested dicts and lists: others if a bit, a name, a shape or the order differs."""
+    """32 bytes, uint8, of nested dicts and lists of arrays: others if a bit, a name, a shape or the order differs."""
     # SHA-256 over all block sums: over the arrays themselves it takes twice as long, far longer on some processors
     named = list(leaves("", tree))
     total = hashlib.sha256(repr([(name, array.shape, array.dtype.str) for name, array in named]).encode())
@@ -84,7 +84,7 @@ def read_prompt(path, tokens, model):
     with open(path, "rb") as file:
         try:
             check, made_by, saved, kv = (read_array(file) for _ in range(4))
-            fit = (saved.dtype, kv.dtype, kv.shape[3:4]) == (np.int32, np.float32, saved.shape)
+            fit = (made_by.dtype, saved.dtype, kv.dtype, kv.shape[3:4]) == (np.uint8, np.int32, np.float32, saved.shape)
             if not fit or file.read(1) or not np.array_equal(check, fingerprint([made_by, saved, kv])):
                 raise ValueError
         except Exception:  # NumPy raises half a dozen kinds
@@ -116,8 +116,8 @@ def save_prompt(path, tokens, kvcache, model):
                     fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     break
                 time.sleep(0.05)
-        if not read_prompt(target, tokens, model)[1]:  # another run may have saved meanwhile
-            raise ValueError("it holds more by now")
+        if not read_prompt(target, tokens, model)[1]:  # again: it may hold more by now
+            raise ValueError("another run has saved meanwhile")
         os.replace(part, target)
     finally:
         os.close(folder)
