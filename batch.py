@@ -13,7 +13,7 @@ import numpy as np
 
 from command_line import progress, read_text
 from fast import ffn, linear, to_vocabulary
-from gpt2 import layer_norm, split_heads, window_start
+from gpt2 import is_end, layer_norm, split_heads, window_start
 from gpt2_kvcache import attend, cache_with_room, prefill
 from kvcache import cached_length, check_tokens, extend
 from sampling import at_least, check_settings, sampler
@@ -135,11 +135,11 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
         logits, kvcaches = gpt2_step(new, kvcaches, **params, n_head=n_head)
         for sequence, row, kvcache in zip(running, logits, kvcaches, strict=True):
             token = sequence["pick"](row)
-            if token != end_of_text:
+            if not is_end(token, end_of_text):
                 sequence["tokens"].append(token)
             sequence["kvcache"] = kvcache
             text = sequence["tokens"][sequence["n_inputs"] :]
-            if token == end_of_text or len(text) == n_tokens_to_generate:
+            if is_end(token, end_of_text) or len(text) == n_tokens_to_generate:
                 ended[sequence["index"]] = text
         running = [sequence for sequence in running if sequence["index"] not in ended]
         while n_yielded in ended:
@@ -173,10 +173,7 @@ def main(
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     seeds = [None if seed is None else seed + i for i in range(num_samples)]
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]
-    requests = (
-        (encoder.encode(prompt) or [encoder.end_of_text], sampler(temperature, top_k, top_p, seed))
-        for prompt, seed in jobs
-    )
+    requests = ((encoder.encode_prompt(prompt), sampler(temperature, top_k, top_p, seed)) for prompt, seed in jobs)
     texts = stream_batch(requests, params, hparams["n_head"], n_tokens_to_generate, encoder.end_of_text, batch_size)
     for (prompt, _), new in zip(jobs, progress(texts, len(jobs), "text"), strict=True):
         print(json.dumps({"prompt": prompt, "continuation": encoder.decode(new)}), flush=True)

@@ -104,6 +104,11 @@ def window_start(n_seq, n_ctx):
     return max(0, math.ceil((n_seq - n_ctx) / half) * half)
 
 
+def is_end(token, end_of_text):
+    """Whether a text ends before this token. end_of_text: an id, a tuple of ids, or None if it never does."""
+    return token in end_of_text if isinstance(end_of_text, tuple) else token == end_of_text
+
+
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None):
     """Yields n_tokens_to_generate new ids, or those before end_of_text. pick: logits [n_vocab] -> id (sampling.py)."""
     tokens = list(inputs)
@@ -111,7 +116,7 @@ def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_tex
         window = tokens[window_start(len(tokens), len(params["wpe"])) :]
         logits = gpt2(window, **params, n_head=n_head)  # [n_seq] -> [n_seq, n_vocab]
         token = pick(logits[-1])
-        if token == end_of_text:
+        if is_end(token, end_of_text):
             return
         tokens.append(token)
         yield token
@@ -139,7 +144,7 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     new = stream(inputs, params, hparams["n_head"], n_tokens_to_generate, pick, encoder.end_of_text)
     write_text(new, encoder, n_tokens_to_generate)
 

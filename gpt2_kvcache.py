@@ -9,7 +9,7 @@ docs/kv_cache.md tells the story.
 import numpy as np
 
 from fast import causal_attention, ffn, linear, to_vocabulary
-from gpt2 import layer_norm, merge_heads, split_heads, window_start
+from gpt2 import is_end, layer_norm, merge_heads, split_heads, window_start
 from kvcache import cached_length, check, empty_cache, empty_entry, extend
 from sampling import at_least, greedy, sampler
 
@@ -101,7 +101,7 @@ def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_tex
             kvcache = cache_with_room(len(window) + n_tokens_to_generate, params, n_head)
         logits, kvcache = prefill(window, params, n_head, kvcache)
         token = pick(logits)
-        if token == end_of_text:
+        if is_end(token, end_of_text):
             return
         tokens.append(token)
         yield token
@@ -130,7 +130,7 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:
         from prompt_cache import load_or_run

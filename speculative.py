@@ -12,7 +12,7 @@ import time
 
 import numpy as np
 
-from gpt2 import window_start
+from gpt2 import is_end, window_start
 from gpt2_kvcache import gpt2, prefill
 from kvcache import cached_length, truncate
 from sampling import at_least, check_settings, chooser, draw, greedy, sampler
@@ -150,7 +150,7 @@ def stream(
         kvcache = truncate(kvcache, len(tokens) - start + n_held)
         count(counts, guessed=min(k, len(guess)), accepted=n_held)
         for token in new:
-            if token == end_of_text:
+            if is_end(token, end_of_text):
                 return
             tokens.append(token)
             yield token
@@ -210,7 +210,7 @@ def main(
     at_least(1, guesses=guesses)
     check_settings(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs, price, counts = encoder.encode(prompt) or [encoder.end_of_text], 0.0, {}
+    inputs, price, counts = encoder.encode_prompt(prompt), 0.0, {}
     if draft_model_size is None:
         propose, verify = by_lookup(sampler(temperature, top_k, top_p, seed))
     else:
