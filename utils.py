@@ -57,7 +57,7 @@ def load_huggingface(folder):
     """As load_model, from Hugging Face's layout. A line on stderr names the weights that aren't used."""
     hparams = huggingface.load_hparams(folder)
     check_sizes(folder / huggingface.CONFIG, hparams, huggingface.SIZES)
-    encoder = huggingface_tokenizer.get_encoder(folder, hparams)
+    encoder = huggingface_tokenizer.get_encoder(folder)
     names = (name for name, _ in tensors(hparams))
     weights, unused = huggingface.load_weights(folder, names, hparams["tie_word_embeddings"])
     params = arrange(weights, hparams, folder, huggingface.their_name, huggingface.CONFIG)

@@ -14,6 +14,7 @@ import regex
 
 from encoder import BYTE_PIECES, END_OF_TEXT, SPECIAL, Encoder, merge, rank, read_object, read_utf8, spell, unmade
 from errors import DamagedFile
+from model_files.huggingface import load_hparams
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
@@ -84,44 +85,36 @@ def cut(text, pattern, added):
     yield text[done:], None
 
 
-def get_encoder(folder, hparams):
-    """The Encoder of a folder, for a model with n_vocab tokens and the ids that huggingface.load_ids found.
+def get_encoder(folder):
+    """The Encoder of a folder, for the n_vocab of its config.json and the ids that huggingface.load_hparams finds.
 
     OSError, DamagedFile for files that are missing, damaged or no GPT-2 tokenizer's.
     """
-    config, path = read_settings(folder), folder / "tokenizer.json"
+    hparams, config, path = load_hparams(folder), read_settings(folder), folder / "tokenizer.json"
     is_gpt2 = config.get("tokenizer_class") in GPT2_CLASSES
     tokenizer = read_object(path) if path.is_file() else None
     path = path if tokenizer else folder / "vocab.json"
     try:
         ids, ranks = read_tokenizer(path, tokenizer, is_gpt2) if tokenizer else read_vocabulary(folder)
-        named, others = special_tokens(config, is_gpt2)
-        added = with_ids(added_tokens(folder, config, tokenizer, is_gpt2, [*named.values(), *others]), ids)
-        begin, end = (added[named[name]["content"]]["id"] if name in named else None for name in NAMED[:2])
+        added, begin, end = added_tokens(folder, config, tokenizer, is_gpt2, ids)
         affixes = affixes_of(tokenizer["post_processor"]) if tokenizer else affixes_by_flags(config, begin, end)
         prefix_space = (config if is_gpt2 else tokenizer["pre_tokenizer"]).get("add_prefix_space")
         if config.get("split_special_tokens"):  # they aren't looked for in a text
             added = {text: t | {"normalized": None} if t["special"] else t for text, t in added.items()}
-        report_lost_merges(path, ids, ranks, added)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         why = f"{error} is missing" if isinstance(error, KeyError) else error
         raise DamagedFile(f"{path}: not a tokenizer like GPT-2's, or not supported: {str(why)[:200]}") from None
-    n_vocab, known = (
-        hparams["n_vocab"],
-        lambda ids: tuple(i for i in ids if i is not None and 0 <= i < hparams["n_vocab"]),
-    )
-    ends = known(hparams["eos_token_ids"]) or known([end])
-    begins = known([hparams["bos_token_id"], begin])
-    return EncoderWithAddedTokens(
-        ids,
-        ranks,
-        added,
-        affixes,
-        prefix_space,
-        n_vocab,
-        end_of_text=ends[0] if len(ends) == 1 else ends,
-        begin_of_text=begins[0] if begins else None,
-    )
+    report_lost_merges(path, ids, ranks, added)
+    n_vocab = hparams["n_vocab"]
+    ends = known(hparams["eos_token_ids"], n_vocab) or known([end], n_vocab)
+    begin, *_ = *known([hparams["bos_token_id"], begin], n_vocab), None
+    ends = {"end_of_text": ends[0] if len(ends) == 1 else ends, "begin_of_text": begin}
+    return EncoderWithAddedTokens(ids, ranks, added, affixes, prefix_space, n_vocab, **ends)
+
+
+def known(ids, n_vocab):
+    """A tuple of those ids that a model has: files name others, too, such as 50256 because it is the default."""
+    return tuple(i for i in ids if i is not None and 0 <= i < n_vocab)
 
 
 def read_settings(folder):
@@ -162,30 +155,55 @@ def special_tokens(config, is_gpt2):
     return named, [as_token(token, special=True) for token in extra]
 
 
-def added_tokens(folder, config, tokenizer, is_gpt2, special):
-    """The added tokens in the order in which they get their ids. special: those that special_tokens found."""
-    stated = [as_token(token) for token in tokenizer["added_tokens"]] if tokenizer else []
+def added_tokens(folder, config, tokenizer, is_gpt2, ids):
+    """(text -> token with its id of all that were added, the id of bos_token, that of eos_token, or None).
+
+    ids: the vocabulary's. TokenizersBackend gives ids to tokenizer.json's tokens first, whatever else is listed.
+    """
+    first = [] if is_gpt2 else [as_token(token) for token in tokenizer["added_tokens"]]
+    numbers, by_id = with_ids(first, ids, {}, {})
+    listed, (named, others) = listed_tokens(folder, config, tokenizer), special_tokens(config, is_gpt2)
+    texts = {token["content"] for token in (*by_id.values(), *listed)}
+    new = [token for token in (*named.values(), *others) if token["content"] not in texts]
+    numbers, by_id = with_ids([*listed, *new], ids, numbers, by_id)
+    begin, end = (numbers.get(named[name]["content"]) if name in named else None for name in NAMED[:2])
+    return {token["content"]: token | {"id": i} for i, token in by_id.items()}, begin, end
+
+
+def listed_tokens(folder, config, tokenizer):
+    """The added tokens that tokenizer_config.json lists, or else older files, in the order of the numbers there."""
     if "added_tokens_decoder" in config:
         by_number = {int(number): as_token(token) for number, token in config["added_tokens_decoder"].items()}
     else:
-        names = {token["content"] for token in special}
+        special = [token for name, token in config.items() if name in NAMED]
+        special += config["extra_special_tokens"] if isinstance(config["extra_special_tokens"], list) else []
+        names = {token if isinstance(token, str) else token["content"] for token in special if is_plain(token)}
         old = read_if_there(folder / "added_tokens.json")
         by_number = {number: as_token(text, special=text in names) for text, number in old.items()}
-        by_number |= {token["id"]: token for token in stated}
-    tokens = ([] if is_gpt2 else stated) + [token for _, token in sorted(by_number.items(), key=lambda item: item[0])]
-    known = {token["content"] for token in tokens}
-    return tokens + [token for token in special if token["content"] not in known]
+        by_number |= {token["id"]: as_token(token) for token in (tokenizer["added_tokens"] if tokenizer else ())}
+    return [token for _, token in sorted(by_number.items(), key=lambda item: item[0])]
 
 
-def with_ids(tokens, ids):
-    """The dict text -> token with its id: that of the same piece, else the next one after all others."""
-    added, highest = {}, len(ids) - 1
+def is_plain(token):
+    """Whether transformers sees which text this is, when it looks for those of added_tokens.json that are special."""
+    return token is not None and "__type" not in token
+
+
+def with_ids(tokens, ids, numbers, by_id):
+    """(text -> id, id -> token) of the tokens and of those that came before. ids: the vocabulary's.
+
+    A new token takes the next id after the vocabulary's number of pieces and the tokens that came before, even where a
+    vocabulary with holes has a piece: a token that had the id isn't found in a text any more.
+    """
+    numbers, by_id = dict(numbers), dict(by_id)
+    following = max(len(ids), max(by_id, default=0) + 1)
     for token in tokens:
         text = token["content"]
-        i = added[text]["id"] if text in added else ids.get(text, highest + 1)
-        highest = max(highest, i)
-        added[text] = token | {"id": i}
-    return {text: token for text, token in added.items() if text}
+        if text:
+            i = numbers.get(text, ids.get(text, following))
+            following += text not in numbers and text not in ids
+            numbers[text], by_id[i] = i, token
+    return numbers, by_id
 
 
 def read_vocabulary(folder):
