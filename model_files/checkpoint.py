@@ -168,8 +168,8 @@ def load_variables(prefix, names=None):
 def load_weights(model_dir):
     """The dict name -> float32 array of the weights, the variables under `model/`, without that prefix.
 
-    Dimensions of 1 in front of a matrix are dropped (OpenAI's are [1, n_in, n_out]). float32 stays a view of the
-    file, float16 and bfloat16 are widened. Arrays aren't writeable. Raises OSError, DamagedFile for any other type.
+    Dimensions of 1 in front of a matrix are dropped (OpenAI's are [1, n_in, n_out]). Arrays are read-only: views of
+    the file, or copies where `widen` makes them. Raises OSError, DamagedFile for any other type than its three.
     """
     prefix = find_prefix(model_dir)
     entries = read_index(prefix)
@@ -182,13 +182,9 @@ def load_weights(model_dir):
         dtype = entries[name].dtype
         if dtype not in ("float32", "float16", "bfloat16"):
             raise DamagedFile(f"{prefix}.index: variable {name!r} is {dtype}, where weights are float32")
-        if dtype == "bfloat16":
-            array = (array.astype(np.uint32) << 16).view(np.float32)  # it is the upper half of a float32
-        array = array.astype(np.float32, copy=False)
         while array.ndim > 2 and array.shape[0] == 1:
             array = array[0]
-        array.flags.writeable = False
-        weights[name.removeprefix("model/")] = array
+        weights[name.removeprefix("model/")] = widen(array, dtype)
     return weights
 
 
@@ -213,7 +209,7 @@ def check_crc(prefix, progress=None):
 
 def _arrays(prefix, entries, names):
     """The dict name -> read-only view of its bytes, for some of an index's entries."""
-    maps = {shard: _map(path) for shard, path in _data_files(prefix, entries, names).items()}
+    maps = {shard: map_file(path) for shard, path in _data_files(prefix, entries, names).items()}
     arrays = {}
     for name in names:
         dtype, shape, shard, offset, size, _ = entries[name]
@@ -221,11 +217,24 @@ def _arrays(prefix, entries, names):
     return arrays
 
 
-def _map(path):
-    """The bytes of a file, which are read when they are used."""
+def map_file(path):
+    """The bytes of a file (a Path) as a read-only memory map: uint8 [n_bytes]. They are read when they are used."""
     if path.stat().st_size == 0:  # can't be mapped
         return np.frombuffer(b"", np.uint8)
     return np.asarray(np.memmap(path, np.uint8, "r"))  # a plain array: its arithmetic is faster than a memmap's
+
+
+def widen(array, dtype):
+    """An array as float32, aligned and read-only: a view if it is aligned float32 already, else a copy.
+
+    dtype is "float32", "float16" or "bfloat16", whose bits come as uint16.
+    """
+    if dtype == "bfloat16":
+        array = (array.astype(np.uint32) << 16).view(np.float32)  # its bits are the upper half of a float32
+    # A file may hold weights at odd addresses: copied once here, NumPy needn't copy them for every product.
+    array = np.require(array, np.float32, "A").view()
+    array.flags.writeable = False
+    return array
 
 
 def _data_files(prefix, entries, names):

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from errors import DamagedFile
-from model_files.checkpoint import check_crc, find_prefix, load_variables, load_weights, read_index, shard_sizes
+from model_files.checkpoint import (
+    check_crc,
+    find_prefix,
+    load_variables,
+    load_weights,
+    map_file,
+    read_index,
+    shard_sizes,
+    widen,
+)
 from model_files.crc32c import crc32c
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
@@ -164,6 +173,39 @@ def test_half_precision_is_widened_to_float32():
         assert not np.any(weights["brain"].view(np.uint32) & 0xFFFF)
     assert {array.dtype for array in weights.values()} == {np.dtype(np.float32)}
     assert not any(array.flags.writeable for array in weights.values())
+
+
+def test_weights_at_odd_addresses_are_copied_once_at_loading(tmp_path):
+    values = np.arange(6, dtype="<f4")
+    prefix = write(tmp_path, {"model/w": entry(offset=1)}, b"\7" + values.tobytes())
+    assert not load_variables(prefix)["model/w"].flags.aligned
+    w = load_weights(tmp_path)["w"]
+    assert w.flags.aligned and not w.flags.writeable
+    assert np.array_equal(w.ravel(), values)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("offset", [0, 1, 2, 3])
+def test_widened_arrays_are_float32_aligned_and_read_only(dtype, offset):
+    stored = np.array([[1.5, -2, 0.25], [np.inf, -0.0, 3]], np.float32)  # all three types hold these exactly
+    bits = (stored.view(np.uint32) >> 16).astype(np.uint16) if dtype == "bfloat16" else stored.astype(dtype)
+    buffer = np.zeros(64, np.uint8)
+    buffer[offset : offset + bits.nbytes] = np.frombuffer(bits.tobytes(), np.uint8)
+    array = buffer[offset : offset + bits.nbytes].view(bits.dtype).reshape(2, 3)
+    wide = widen(array, dtype)
+    assert wide.dtype == np.float32 and wide.flags.aligned and not wide.flags.writeable
+    assert wide.tobytes() == stored.tobytes()
+    assert array.flags.writeable  # the argument stays as it was
+    assert np.shares_memory(wide, buffer) == (dtype == "float32" and offset == 0)
+
+
+def test_a_mapped_file_is_its_bytes_and_an_empty_one_is_an_empty_array(tmp_path):
+    (tmp_path / "file").write_bytes(b"bytes")
+    (tmp_path / "empty").touch()
+    content = map_file(tmp_path / "file")
+    assert type(content) is np.ndarray and content.dtype == np.uint8 and not content.flags.writeable
+    assert content.tobytes() == b"bytes"
+    assert map_file(tmp_path / "empty").shape == (0,)
 
 
 def test_a_data_file_may_be_empty(tmp_path):
