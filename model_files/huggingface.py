@@ -18,6 +18,7 @@ import numpy as np
 
 from encoder import read_object
 from errors import DamagedFile
+from model_files.checkpoint import map_file, widen
 
 CONFIG, GENERATION, WEIGHTS = "config.json", "generation_config.json", "model.safetensors"
 INDEX, PICKLE = "model.safetensors.index.json", "pytorch_model.bin"
@@ -215,15 +216,3 @@ def import_safetensors():
     except ImportError:
         raise OSError("Hugging Face's layout needs one more package: pip install safetensors") from None
     return safetensors
-
-
-def map_file(path):  # TODO model_files.checkpoint's
-    return np.asarray(np.memmap(path, np.uint8, "r"))
-
-
-def widen(array, dtype):  # TODO model_files.checkpoint's
-    if dtype == "bfloat16":
-        array = (array.astype(np.uint32) << 16).view(np.float32)
-    array = np.require(array, np.float32, "A")
-    array.flags.writeable = False
-    return array
