@@ -163,10 +163,7 @@ def main(
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     seeds = [None if seed is None else seed + i for i in range(num_samples)]
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]
-    requests = (
-        (encoder.encode(prompt) or [encoder.end_of_text], sampler(temperature, top_k, top_p, seed))
-        for prompt, seed in jobs
-    )
+    requests = ((encoder.encode_prompt(prompt), sampler(temperature, top_k, top_p, seed)) for prompt, seed in jobs)
     texts = stream_batch(requests, params, hparams["n_head"], n_tokens_to_generate, encoder.end_of_text, batch_size)
     for (prompt, _), new in zip(jobs, with_bar(texts, len(jobs), "text"), strict=True):
         print(json.dumps({"prompt": prompt, "continuation": encoder.decode(new)}), flush=True)

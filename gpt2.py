@@ -124,7 +124,7 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     new = stream(inputs, params, hparams["n_head"], n_tokens_to_generate, pick, encoder.end_of_text)
     write_text(new, encoder, n_tokens_to_generate)
 

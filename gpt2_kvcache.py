@@ -123,7 +123,7 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:
         from prompt_cache import prefill_with_file  # here: an ordinary start needn't wait for it
