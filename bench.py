@@ -1,8 +1,10 @@
 """Is the cache right, and how fast is it? One command checks and times a model and prints what it found.
 
-Every comparison alternates between the two sides in one run and takes the median of the rounds' ratios, so that other
-work on the machine disturbs both alike. The roof is the time of the bare products of one row with every weight matrix:
-a decode step can't be faster than reading the weights.
+Every comparison alternates between its sides in one run and takes the median of the rounds' ratios, so that other work
+on the machine disturbs all alike. The roof is the time of the bare products of one row with every weight matrix: a
+decode step can't be faster than reading the weights.
+
+SECTIONS lists what is measured. A section is a function that takes a Setup and yields its rows as they are known.
 """
 
 import os
@@ -10,9 +12,11 @@ import platform
 import subprocess
 import sys
 import time
+from functools import partial
 from importlib.util import find_spec
 from json import dumps
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,23 +24,45 @@ import batch
 import gpt2
 import gpt2_kvcache
 import speculative
+from encoder import Encoder
+from export import by_their_names
 from kvcache import cached_length
-from sampling import at_least, chooser, greedy, sampler
+from sampling import at_least, chooser, sampler
 from utils import load_encoder_hparams_and_params
 
 HERE = Path(__file__).resolve().parent
+TOP_P = {"top_p": 0.95}
+WAYS = {"greedy": {}, "temperature 0.8": {"temperature": 0.8}, "top_k 40": {"top_k": 40}, "top_p 0.95": TOP_P}
+HOT = {"temperature": 100.0, "seed": 0}  # so hot that all tokens are about equally probable
 
 
-def alternate(*functions, n_rounds):
-    """Runs the functions in turn, once to warm up and n_rounds times. -> seconds, [n_functions, n_rounds]."""
-    for function in functions:
+class Setup(NamedTuple):
+    """What the sections measure, and how often."""
+
+    encoder: Encoder
+    params: dict
+    n_head: int
+    tokens: list  # n_ctx random ids
+    model: list  # the arguments of a command line that name the model
+    n_rounds: int
+    n_tokens: int | None  # how many the texts of speedup and batches have, None for a number that fits the window
+
+
+def row(label, text, **numbers):
+    """(label, text, numbers) of one row of the table. text: a format string for the numbers, which --json keeps."""
+    return label, text.format(**numbers), numbers
+
+
+def alternate(functions, n_rounds):
+    """Runs the functions of a dict in turn, once to warm up and n_rounds times. -> key: seconds [n_rounds]."""
+    for function in functions.values():
         function()
-    seconds = np.zeros((len(functions), n_rounds))
+    seconds = {key: np.zeros(n_rounds) for key in functions}
     for i in range(n_rounds):
-        for row, function in zip(seconds, functions, strict=True):
+        for key, function in functions.items():
             start = time.perf_counter()
             function()
-            row[i] = time.perf_counter() - start
+            seconds[key][i] = time.perf_counter() - start
     return seconds
 
 
@@ -71,179 +97,235 @@ def bare_products(params, n_rows):
     return products
 
 
-def cache_of(tokens, params, n_head, n):
-    """A cache of n positions whose buffers are its own, as in a text that was written step by step."""
-    _, kvcache = gpt2_kvcache.prefill(tokens[:n], params, n_head)
-    return kvcache
+def run_after(s, n_past, n_new=1):
+    """A function that runs n_new tokens after n_past cached ones."""
+    _, kvcache = gpt2_kvcache.prefill(s.tokens[:n_past], s.params, s.n_head)
+    return lambda: gpt2_kvcache.gpt2(s.tokens[: n_past + n_new], **s.params, n_head=s.n_head, kvcache=kvcache)
 
 
-def check(tokens, params, n_head):
+def prefill(s, n, **chunk):
+    """A function that runs a prompt of n tokens."""
+    return lambda: gpt2_kvcache.prefill(s.tokens[:n], s.params, s.n_head, **chunk)
+
+
+def places(n_ctx):
+    """Numbers of cached tokens at which a step is timed: few, 300, far into the window, almost at its end."""
+    end = n_ctx - 24 if n_ctx > 48 else n_ctx - 1
+    return [min(10, n_ctx // 2), *([300] if n_ctx > 350 else []), n_ctx * 900 // 1024, end]
+
+
+def prompt_sizes(n_ctx):
+    return sorted({min(64, n_ctx), min(512, n_ctx)})
+
+
+def largest_differences(s):
     """Largest logit difference over a window: one token at a time, in chunks of 7, and whole, against no cache."""
-    expected = gpt2.gpt2(tokens, **params, n_head=n_head)  # [n_ctx, n_vocab]
+    expected = gpt2.gpt2(s.tokens, **s.params, n_head=s.n_head)  # [n_ctx, n_vocab]
     worst = {}
-    for name, size in (("one token at a time", 1), ("in chunks of 7", 7), ("in one piece", len(tokens))):
+    for name, size in (("one token at a time", 1), ("in chunks of 7", 7), ("in one piece", len(s.tokens))):
         kvcache, worst[name] = None, 0.0
-        for end in [*range(size, len(tokens), size), len(tokens)]:
+        for end in [*range(size, len(s.tokens), size), len(s.tokens)]:
             n_past = cached_length(kvcache)
-            logits, kvcache = gpt2_kvcache.gpt2(tokens[:end], **params, n_head=n_head, kvcache=kvcache)
+            logits, kvcache = gpt2_kvcache.gpt2(s.tokens[:end], **s.params, n_head=s.n_head, kvcache=kvcache)
             worst[name] = max(worst[name], float(abs(logits - expected[n_past:end]).max()))
     return worst
 
 
-def repeating_prompt(tokens, params, n_head, n, n_new):
+def correctness(s):
+    worst = largest_differences(s)
+    for name, difference in {"cached against uncached": max(worst.values()), **worst}.items():
+        label = f"    {name}" if name in worst else f"largest logit difference, {name}"
+        yield row(label, "{difference:.1e}", difference=difference)
+    prompts = [s.encoder.encode(text) for text in ("Once upon a time", "The king", "In the")]
+    plain, cached = ([m.generate(p, s.params, s.n_head, 30) for p in prompts] for m in (gpt2, gpt2_kvcache))
+    yield row("texts with and without the cache", "{texts}", texts="identical" if plain == cached else "DIFFERENT")
+
+
+def decode(s):
+    """The roof, and steps after several numbers of cached tokens."""
+    steps = {n: run_after(s, n) for n in places(len(s.tokens))}
+    seconds = alternate({"roof": bare_products(s.params, 1), **steps}, max(s.n_rounds, 15))
+    roof = seconds.pop("roof")
+    yield row("the roof: bare products of one token", "{ms:.2f} ms", ms=ms(roof))
+    for n, t in seconds.items():
+        text = "{ms:.2f} ms, {times_the_roof:.2f} x the roof"
+        yield row(f"decode, {n} tokens cached", text, n=n, ms=ms(t), times_the_roof=ratio(t, roof))
+    first, *_, last = seconds.values()
+    yield row("the last of these over the first", "{ratio:.2f}", ratio=ratio(last, first))
+
+
+def prompts(s):
+    """Prompts beside the bare products for as many rows, and the longest of them in pieces."""
+    for n in prompt_sizes(len(s.tokens)):
+        seconds = alternate({"bare": bare_products(s.params, n), "prompt": prefill(s, n)}, max(s.n_rounds, 9))
+        yield row(f"bare products of {n} tokens", "{ms:.1f} ms", n=n, ms=ms(seconds["bare"]))
+        share = ratio(seconds["bare"], seconds["prompt"])
+        yield row("prefill of as many", "{ms:.1f} ms, {share:.2f} of their rate", ms=ms(seconds["prompt"]), share=share)
+    chunks = sorted({max(n // 8, 1), max(n // 4, 1), max(n // 2, 1), n})
+    for chunk, t in alternate({c: prefill(s, n, chunk=c) for c in chunks}, s.n_rounds).items():
+        yield row(f"    in pieces of {chunk} tokens", "{ms:.1f} ms", chunk=chunk, ms=ms(t))
+
+
+def speedup(s):
+    n = s.n_tokens or min(200, len(s.tokens) - 5)
+    ways = {m: partial(m.generate, s.tokens[:4], s.params, s.n_head, n) for m in (gpt2, gpt2_kvcache)}
+    seconds = alternate(ways, s.n_rounds)
+    plain, cached = seconds[gpt2], seconds[gpt2_kvcache]
+    yield row(f"{n} tokens without the cache", "{s:.2f} s", n=n, s=ms(plain) / 1e3)
+    yield row("    with it", "{s:.2f} s, {times:.1f} x faster", n=n, s=ms(cached) / 1e3, times=ratio(plain, cached))
+
+
+def sampling(s):
+    """What choosing tokens costs: per choice, and in the time of whole steps, alone and in a batch of 16."""
+    logits, _ = gpt2_kvcache.gpt2(s.tokens[:8], **s.params, n_head=s.n_head)  # [8, n_vocab]
+
+    def choose(settings):
+        for pick, one in zip([sampler(**settings, seed=0)] * len(logits), logits, strict=True):
+            pick(one)
+
+    def alone(settings):
+        gpt2_kvcache.generate(s.tokens[:1], s.params, s.n_head, 8, sampler(**settings, seed=0))
+
+    def together(settings):
+        requests = [(s.tokens[i : i + 1], sampler(**settings, seed=i)) for i in range(16)]
+        list(batch.stream_batch(requests, s.params, s.n_head, 8))
+
+    n_rounds = max(s.n_rounds, 15)
+    choice, one, many = (
+        alternate({name: partial(run, settings) for name, settings in WAYS.items()}, n_rounds)
+        for run in (choose, alone, together)
+    )
+    for name in WAYS:
+        step, step_of_16 = ratio(one[name], one["greedy"]), ratio(many[name], many["greedy"])
+        text = "{ms:.3f} ms; a step {step:.2f} x a greedy one, of 16 {step_of_16:.2f} x"
+        yield row(f"choosing, {name}", text, ms=ms(choice[name]) / len(logits), step=step, step_of_16=step_of_16)
+
+
+def batches(s):
+    """Tokens per second of several texts at once, beside one alone, with and without the cache."""
+    n = s.n_tokens or min(48, len(s.tokens) // 4)
+
+    def write(size, settings):
+        requests = [(s.tokens[i : i + 5 + i], sampler(**settings, seed=i)) for i in range(size)]
+        list(batch.stream_batch(requests, s.params, s.n_head, n))
+
+    def write_one(module, settings):
+        module.generate(s.tokens[:5], s.params, s.n_head, n, sampler(**settings, seed=0))
+
+    runs = {"plain": partial(write_one, gpt2, {})}
+    for name, settings in (("greedy", {}), ("drawn", TOP_P)):
+        runs[1, name] = partial(write_one, gpt2_kvcache, settings)
+        runs |= {(size, name): partial(write, size, settings) for size in (8, 16)}
+    seconds = alternate(runs, max(s.n_rounds, 9))
+    yield row("tokens per second without the cache", "{rate:.1f}", n=n, rate=n / ms(seconds["plain"]) * 1e3)
+    for size in (1, 8, 16):
+        t, drawn = seconds[size, "greedy"], seconds[size, "drawn"]
+        numbers = {"rate": n * size / ms(t) * 1e3, "gain": size * ratio(seconds[1, "greedy"], t)}
+        numbers |= {"rate_top_p": n * size / ms(drawn) * 1e3, "top_p_over_greedy": ratio(t, drawn)}
+        text = "{rate:.1f}, {gain:.2f} x one; {rate_top_p:.1f} with top_p, {top_p_over_greedy:.2f} x greedy"
+        yield row(f"tokens per second, {size} at once", text, size=size, **numbers)
+
+
+def passes(s):
+    """What one pass over several tokens costs, in passes over one: the table in speculative.py."""
+    n_past = len(s.tokens) // 4
+    sizes = [n for n in speculative.COST_TOKENS if n_past + n <= len(s.tokens)]
+    seconds = alternate({n: run_after(s, n_past, n) for n in sizes}, max(s.n_rounds, 21))
+    costs = {n: ratio(t, seconds[1]) for n, t in seconds.items()}
+    for n in sizes[1:]:
+        yield row(f"{n} tokens in one pass", "{cost:.2f} x one token's", n=n, cost=costs[n])
+    cost = tuple(round(cost, 2) for cost in costs.values())
+    yield row("    as speculative.COST", "{cost}", n_past=n_past, sizes=sizes, cost=cost)
+
+
+def repeating_prompt(s, n, n_new):
     """n tokens, a few of them again and again: those few whose repetition the model goes on with best."""
 
     def n_accepted(prompt):
-        counts = {}
-        list(speculative.stream(prompt, params, n_head, n_new, *speculative.by_lookup(), counts=counts))
-        return counts["accepted"]
+        made = speculative.passes(prompt, s.params, s.n_head, n_new, speculative.by_lookup())
+        return sum(one.n_accepted for one in made)
 
-    return max(((tokens[:k] * n)[:n] for k in range(1, 7)), key=n_accepted)
+    return max(((s.tokens[:k] * n)[:n] for k in range(1, 7)), key=n_accepted)
 
 
-def speculation(tokens, params, n_head, n_rounds):
-    """What checking several tokens in one pass costs, and what guessing gains.
-
-    Prompt lookup on a text that repeats and on one that doesn't (drawn at a temperature that makes it all but uniform);
-    a draft model, made of the model's own first blocks, on the first of these.
-    """
-    n_ctx = len(tokens)
-    n_past, n_new = n_ctx // 4, n_ctx // 4
-    kvcache = cache_of(tokens, params, n_head, n_past)
-    sizes = (1, 2, 4, 8, 16)
-    one, *several = alternate(
-        *(lambda n=n: gpt2_kvcache.gpt2(tokens[: n_past + n], **params, n_head=n_head, kvcache=kvcache) for n in sizes),
-        n_rounds=max(n_rounds, 15),
-    )
-    result = {"passes": {n: ratio(t, one) for n, t in zip(sizes[1:], several, strict=True)}}
-    repeating = repeating_prompt(tokens, params, n_head, n_ctx // 16, n_new)
-    draft = {**params, "blocks": params["blocks"][: max(1, len(params["blocks"]) // 6)]}
-    price = speculative.n_weights(draft) / speculative.n_weights(params)
-    hot = {"temperature": 100.0, "seed": 0}
+def guessing(s):
+    """Prompt lookup on a text that repeats and on one that doesn't; a draft of the model's own first blocks."""
+    n, n_new, blocks = len(s.tokens) // 16, len(s.tokens) // 4, s.params["blocks"]
+    repeating = repeating_prompt(s, n, n_new)
+    draft = {**s.params, "blocks": blocks[: max(1, len(blocks) // 6)]}
 
     def by_draft():
-        return speculative.by_draft(draft, n_head, chooser(), np.random.default_rng(0))
+        return speculative.by_draft(draft, s.n_head, chooser(), np.random.default_rng(0))
 
-    for name, prompt, settings, way, cost in (
-        ("lookup, repeating text", repeating, {}, speculative.by_lookup, 0.0),
-        ("lookup, random text", tokens[: n_ctx // 16], hot, lambda: speculative.by_lookup(sampler(**hot)), 0.0),
-        ("draft of the first blocks", repeating, {}, by_draft, price),
+    def plain(prompt, settings):
+        gpt2_kvcache.generate(prompt, s.params, s.n_head, n_new, sampler(**settings))
+
+    def ahead(prompt, guesser):
+        return list(speculative.passes(prompt, s.params, s.n_head, n_new, guesser()))
+
+    for name, prompt, settings, guesser in (
+        ("lookup, repeating text", repeating, {}, speculative.by_lookup),
+        ("lookup, random text", s.tokens[:n], HOT, lambda: speculative.by_lookup(sampler(**HOT))),
+        ("draft of the first blocks", repeating, {}, by_draft),
     ):
-        counts = {}
-
-        def plain(prompt=prompt, settings=settings):
-            gpt2_kvcache.generate(prompt, params, n_head, n_new, sampler(**settings))
-
-        def ahead(prompt=prompt, way=way, cost=cost, counts=counts):
-            list(speculative.stream(prompt, params, n_head, n_new, *way(), price=cost, counts=counts))
-
-        seconds = alternate(plain, ahead, n_rounds=n_rounds)
-        result[name] = {"gain": ratio(*seconds), **counts}
-    return result
+        made = ahead(prompt, guesser)
+        runs = {"plain": partial(plain, prompt, settings), "ahead": partial(ahead, prompt, guesser)}
+        seconds = alternate(runs, s.n_rounds)
+        numbers = {"gain": ratio(seconds["plain"], seconds["ahead"]), "guessed": sum(one.n_guessed for one in made)}
+        text = "{gain:.2f} x plain decoding; {accepted} of {guessed} guesses held"
+        yield row(name, text, **numbers, accepted=sum(one.n_accepted for one in made))
 
 
-def time_by_position(tokens, params, n_head, n_rounds, bar):
-    """[(position, ms with the cache, ms without)]: what the next token costs when so many are there."""
-    n_ctx, n_steps, points = len(tokens), 10, []
-    for n in sorted({4, 16, *(n_ctx * i // 8 for i in range(1, 8)), n_ctx - 1}):
-        kvcache = cache_of(tokens, params, n_head, n)
-
-        def cached(n=n, kvcache=kvcache):
-            for _ in range(n_steps):  # as in a text: a single step after so long a pass finds every cache cold
-                gpt2_kvcache.prefill(tokens[: n + 1], params, n_head, kvcache)
-
-        def plain(n=n):
-            gpt2.gpt2(tokens[: n + 1], **params, n_head=n_head)
-
-        with_cache, without = alternate(cached, plain, n_rounds=n_rounds)
-        points.append((n, ms(with_cache) / n_steps, ms(without)))
-        bar.update()
-    return points
-
-
-def measure(encoder, params, n_head, n_rounds, bar):
-    """Everything but start and torch, as a dict of numbers."""
-    n_ctx, n_embd = params["wpe"].shape
-    n_vocab, n_layer = len(params["wte"]), len(params["blocks"])
-    tokens = np.random.default_rng(0).integers(0, n_vocab, n_ctx).tolist()
-    result = {"cache_bytes_per_token": 2 * n_layer * n_embd * 4}
-
-    result["largest_logit_difference"] = check(tokens, params, n_head)
-    bar.update()
-    prompts = [encoder.encode(text) for text in ("Once upon a time", "The king", "In the")]
-    texts = [[g(p, params, n_head, 30) for p in prompts] for g in (gpt2.generate, gpt2_kvcache.generate)]
-    result["texts_match"] = texts[0] == texts[1]
-    bar.update()
-
-    near, far = min(10, n_ctx // 2), n_ctx * 900 // 1024
-    steps = {}
-    for n in (near, far, n_ctx - 24 if n_ctx > 48 else n_ctx - 1):
-        kvcache = cache_of(tokens, params, n_head, n)
-        steps[n] = lambda n=n, kvcache=kvcache: gpt2_kvcache.prefill(tokens[: n + 1], params, n_head, kvcache)
-    roof, *times = alternate(bare_products(params, 1), *steps.values(), n_rounds=max(n_rounds, 15))
-    result["roof_ms"] = ms(roof)
-    result["decode"] = {n: {"ms": ms(t), "times_the_roof": ratio(t, roof)} for n, t in zip(steps, times, strict=True)}
-    result["last_step_over_first"] = ratio(times[2], times[0])
-    bar.update()
-
-    n = min(512, n_ctx)
-    products, prefill = alternate(
-        bare_products(params, n), lambda: gpt2_kvcache.prefill(tokens[:n], params, n_head), n_rounds=max(n_rounds, 9)
-    )
-    share = ratio(products, prefill)
-    result["prefill"] = {"tokens": n, "ms": ms(prefill), "bare_products_ms": ms(products), "share_of_their_rate": share}
-    bar.update()
-    chunks = [n // 8, n // 4, n // 2, n]
-    pieces = [lambda c=c: gpt2_kvcache.prefill(tokens[:n], params, n_head, chunk=c) for c in chunks]
-    seconds = alternate(*pieces, n_rounds=n_rounds)
-    result["prefill"]["ms_in_pieces_of"] = {c: ms(t) for c, t in zip(chunks, seconds, strict=True)}
-    bar.update()
-
-    prompt, n_new = tokens[:4], min(200, n_ctx - 5)
-    cached, plain = alternate(
-        lambda: gpt2_kvcache.generate(prompt, params, n_head, n_new),
-        lambda: gpt2.generate(prompt, params, n_head, n_new),
-        n_rounds=n_rounds,
-    )
-    result["speedup"] = {"tokens": n_new, "s_cached": ms(cached) / 1e3, "s_plain": ms(plain) / 1e3}
-    result["speedup"]["ratio"] = ratio(plain, cached)
-    bar.update()
-
-    n_each = min(48, n_ctx // 4)
-    groups = {size: [(tokens[i : i + 5 + i], greedy) for i in range(size)] for size in (1, 8, 16)}
-    runs = [lambda g=g: list(batch.stream_batch(g, params, n_head, n_each)) for g in groups.values()]
-    runs[0] = lambda: gpt2_kvcache.generate(tokens[:5], params, n_head, n_each)
-    seconds = alternate(*runs, n_rounds=max(n_rounds, 9))
-    result["tokens_per_second"] = {size: n_each * size / ms(t) * 1e3 for size, t in zip(groups, seconds, strict=True)}
-    result["batch_gain"] = {size: size * ratio(seconds[0], t) for size, t in zip(groups, seconds, strict=True)}
-    bar.update()
-
-    result["guessing"] = speculation(tokens, params, n_head, n_rounds)
-    bar.update()
-
-    result["ms_by_position"] = time_by_position(tokens, params, n_head, min(n_rounds, 5), bar)
-    return result
-
-
-def start(model_size, models_dir, n_rounds):
+def startup(s):
     """From the shell to the first token, as a multiple of `import numpy`, and the memory that it takes at most."""
-    model = ["--model_size", model_size, *(["--models_dir", models_dir] if models_dir else [])]
-    one_token = [sys.executable, str(HERE / "gpt2_kvcache.py"), "Once", "--n_tokens_to_generate", "1", *model]
-    ours, numpy = alternate(
-        lambda: subprocess.run(one_token, capture_output=True, check=True),
-        lambda: subprocess.run([sys.executable, "-c", "import numpy"], check=True),
-        n_rounds=n_rounds,
-    )
+    one_token = [sys.executable, str(HERE / "gpt2_kvcache.py"), "Once", "--n_tokens_to_generate", "1", *s.model]
+    commands = {"ours": one_token, "numpy": [sys.executable, "-c", "import numpy"]}
+    run = partial(subprocess.run, capture_output=True, check=True)
+    seconds = alternate({name: partial(run, command) for name, command in commands.items()}, s.n_rounds)
+    numbers = {"s": ms(seconds["ours"]) / 1e3, "times_import_numpy": ratio(seconds["ours"], seconds["numpy"])}
+    yield row("from the shell to the first token", "{s:.2f} s, {times_import_numpy:.1f} x import numpy", **numbers)
     code = (
-        "import os, resource, subprocess, sys; subprocess.run(sys.argv[1:], capture_output=True, check=True);"
-        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024)"
+        "import resource, subprocess, sys; subprocess.run(sys.argv[1:], capture_output=True, check=True);"
+        "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)"
     )
-    peak = subprocess.run([sys.executable, "-c", code, *one_token], capture_output=True, check=True).stdout
+    peak = int(run([sys.executable, "-c", code, *one_token]).stdout) * (1 if sys.platform == "darwin" else 1024)
+    times = peak / (sum(w.nbytes for w in matrices(s.params)) + s.params["wpe"].nbytes)
+    yield row(
+        "    peak memory", "{mb:.0f} MB, {times_the_weights:.2f} x the weights", mb=peak / 1e6, times_the_weights=times
+    )
+    n_bytes = 2 * len(s.params["blocks"]) * s.params["wpe"].shape[1] * 4
+    yield row("cache bytes per token", "{bytes:,}", bytes=n_bytes)
+
+
+def by_position(s):
+    """What the next token costs when so many are there, with the cache and without."""
+    n_ctx, n_steps = len(s.tokens), 10
+
+    def steps(run):
+        for _ in range(n_steps):  # as in a text: a single step after so long a pass finds every cache cold
+            run()
+
+    for n in sorted({4, 16, *(n_ctx * i // 8 for i in range(1, 8)), n_ctx - 1} - {n_ctx}):
+        plain = partial(gpt2.gpt2, s.tokens[: n + 1], **s.params, n_head=s.n_head)
+        seconds = alternate({"cached": partial(steps, run_after(s, n)), "plain": plain}, min(s.n_rounds, 5))
+        numbers = {"ms_cached": ms(seconds["cached"]) / n_steps, "ms_plain": ms(seconds["plain"])}
+        label = f"next token after {n}: with / without the cache"
+        yield row(label, "{ms_cached:.2f} / {ms_plain:.2f} ms", n=n, **numbers)
+
+
+def transformers_config(params, n_head):
+    """The arguments of transformers' GPT2Config for a model."""
+    (n_ctx, n_embd), blocks = params["wpe"].shape, params["blocks"]
     return {
-        "s": ms(ours) / 1e3,
-        "import_numpy_s": ms(numpy) / 1e3,
-        "ratio": ratio(ours, numpy),
-        "peak_bytes": int(peak),
+        "vocab_size": len(params["wte"]),
+        "n_positions": n_ctx,
+        "n_embd": n_embd,
+        "n_head": n_head,
+        "n_layer": len(blocks),
+        "n_inner": len(blocks[0]["mlp"]["c_proj"]["w"]),
+        "layer_norm_epsilon": float(params["ln_f"].get("eps", 1e-5)),
+        "bos_token_id": 0,
+        "eos_token_id": 0,
     }
 
 
@@ -254,121 +336,79 @@ def torch_model(params, n_head):
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    n_ctx, n_embd = params["wpe"].shape
-    config = GPT2Config(
-        vocab_size=len(params["wte"]),
-        n_positions=n_ctx,
-        n_embd=n_embd,
-        n_head=n_head,
-        n_layer=len(params["blocks"]),
-        bos_token_id=0,
-        eos_token_id=0,
-    )
-    model = GPT2LMHeadModel(config).eval()
-    names = {"w": "weight", "g": "weight", "b": "bias"}
-    state = {"wte.weight": params["wte"], "wpe.weight": params["wpe"]}
-    state |= {f"ln_f.{names[key]}": value for key, value in params["ln_f"].items()}
-    for i, block in enumerate(params["blocks"]):
-        for norm in ("ln_1", "ln_2"):
-            state |= {f"h.{i}.{norm}.{names[key]}": value for key, value in block[norm].items()}
-        for part in ("attn", "mlp"):
-            for layer, weights in block[part].items():
-                state |= {f"h.{i}.{part}.{layer}.{names[key]}": value for key, value in weights.items()}
-    model.transformer.load_state_dict({name: torch.from_numpy(np.array(value)) for name, value in state.items()})
+    model = GPT2LMHeadModel(GPT2Config(**transformers_config(params, n_head))).eval()
+    model.transformer.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in by_their_names(params)})
     model.tie_weights()
     return model
 
 
-def compare_with_torch(params, n_head, n_rounds):
-    """Our time over transformers', both with their default threads: decode near and far, and a prompt."""
+def beside_transformers(s):
+    """Our time over transformers', both with their default threads: decode near and far, and prompts."""
     import torch
     from transformers import DynamicCache
 
-    model, n_ctx = torch_model(params, n_head), len(params["wpe"])
-    tokens = np.random.default_rng(0).integers(0, len(params["wte"]), n_ctx).tolist()
-    pairs = {}
+    model, text = torch_model(s.params, s.n_head), "{ms:.2f} ms over {torch_ms:.2f} ms = {ratio:.2f}"
+    near, *_, far, _ = places(len(s.tokens))
+
+    def step(past, token):
+        model(torch.tensor([[token]]), past_key_values=past, use_cache=True)
+        past.crop(-1)
+
+    def prompt(n):
+        ids = torch.tensor([s.tokens[:n]])
+        return model(ids, past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1).past_key_values
+
     with torch.no_grad():
-        for n in (min(10, n_ctx // 2), n_ctx * 900 // 1024):
-            kvcache = cache_of(tokens, params, n_head, n)
-            past = model(torch.tensor([tokens[:n]]), use_cache=True).past_key_values
+        pairs = [(f"decode at {n}", run_after(s, n), partial(step, prompt(n), s.tokens[n])) for n in (near, far)]
+        pairs += [(f"prefill {n}", prefill(s, n), partial(prompt, n)) for n in prompt_sizes(len(s.tokens))]
+        for name, ours, theirs in pairs:
+            a, b = alternate({"ours": ours, "theirs": theirs}, max(s.n_rounds, 15)).values()
+            yield row(f"{name}: ours over transformers'", text, ms=ms(a), torch_ms=ms(b), ratio=ratio(a, b))
+    yield row("    torch", "{version}, {threads} threads", version=torch.__version__, threads=torch.get_num_threads())
 
-            def ours(n=n, kvcache=kvcache):
-                gpt2_kvcache.prefill(tokens[: n + 1], params, n_head, kvcache)
 
-            def theirs(n=n, past=past):
-                model(torch.tensor([[tokens[n]]]), past_key_values=past, use_cache=True)
-                past.crop(-1)
+SECTIONS = (correctness, decode, prompts, speedup, sampling, batches, passes, guessing, startup, by_position)
 
-            pairs[f"decode_at_{n}"] = alternate(ours, theirs, n_rounds=max(n_rounds, 15))
-        n = min(512, n_ctx)
-        pairs[f"prefill_{n}"] = alternate(
-            lambda: gpt2_kvcache.prefill(tokens[:n], params, n_head),
-            lambda: model(torch.tensor([tokens[:n]]), past_key_values=DynamicCache(), use_cache=True, logits_to_keep=1),
-            n_rounds=max(n_rounds, 9),
-        )
-    result = {name: {"ms": ms(a), "torch_ms": ms(b), "ratio": ratio(a, b)} for name, (a, b) in pairs.items()}
-    return result | {"torch": torch.__version__, "threads": torch.get_num_threads()}
+
+def blas():
+    """The BLAS library behind NumPy's products; threadpoolctl, where it is installed, knows the kernel, too."""
+    name = np.show_config("dicts")["Build Dependencies"]["blas"]["name"]
+    if find_spec("threadpoolctl") is None:
+        return f"{name} (for its kernel: pip install threadpoolctl)"
+    from threadpoolctl import threadpool_info
+
+    found = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    keys = ("internal_api", "version", "architecture")
+    texts = [
+        f"{' '.join(str(one[key]) for key in keys if key in one)} on {one['num_threads']} threads" for one in found
+    ]
+    return ", ".join(texts) or name
 
 
 def machine():
     """What the numbers were measured on."""
-    model = platform.processor() or platform.machine()
-    if Path("/proc/cpuinfo").exists():
-        names = [line.partition(":")[2].strip() for line in Path("/proc/cpuinfo").read_text().splitlines()]
-        model = next((name for name in names if "CPU" in name or "Processor" in name or "EPYC" in name), model)
-    return f"{model}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}"
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    cpu = names[0] if names else platform.processor() or platform.machine()
+    return f"{cpu}, {os.cpu_count()} cores, Python {platform.python_version()}, NumPy {np.__version__}, {blas()}"
 
 
-def report(r):
-    """The lines of the table, each a label and a value."""
-    speedup, prefill, start = r["speedup"], r["prefill"], r["start"]
-    rows = [("largest logit difference, cached against uncached", f"{max(r['largest_logit_difference'].values()):.1e}")]
-    rows += [(f"    {name}", f"{value:.1e}") for name, value in r["largest_logit_difference"].items()]
-    rows += [("texts with and without the cache", "identical" if r["texts_match"] else "DIFFERENT")]
-    rows += [("the roof: bare products of one token", f"{r['roof_ms']:.2f} ms")]
-    for n, step in r["decode"].items():
-        rows += [(f"decode, {n} tokens cached", f"{step['ms']:.2f} ms, {step['times_the_roof']:.2f} x the roof")]
-    rows += [("the last of these over the first", f"{r['last_step_over_first']:.2f}")]
-    rows += [(f"bare products of {prefill['tokens']} tokens", f"{prefill['bare_products_ms']:.1f} ms")]
-    rows += [("prefill of as many", f"{prefill['ms']:.1f} ms, {prefill['share_of_their_rate']:.2f} of their rate")]
-    rows += [(f"    in pieces of {n} tokens", f"{t:.1f} ms") for n, t in prefill["ms_in_pieces_of"].items()]
-    rows += [(f"{speedup['tokens']} tokens without the cache", f"{speedup['s_plain']:.2f} s")]
-    rows += [("    with it", f"{speedup['s_cached']:.2f} s, {speedup['ratio']:.1f} x faster")]
-    for size, rate in r["tokens_per_second"].items():
-        rows += [(f"tokens per second, {size} at once", f"{rate:.1f}, {r['batch_gain'][size]:.2f} x one")]
-    for name, x in r["guessing"].items():
-        if name == "passes":
-            rows += [(f"{n} tokens in one pass", f"{cost:.2f} x one token's") for n, cost in x.items()]
-        else:
-            rows += [(name, f"{x['gain']:.2f} x plain decoding; {x['accepted']} of {x['guessed']} guesses held")]
-    rows += [("cache bytes per token", f"{r['cache_bytes_per_token']:,}")]
-    rows += [("from the shell to the first token", f"{start['s']:.2f} s, {start['ratio']:.1f} x import numpy")]
-    rows += [("    peak memory", f"{start['peak_bytes'] / 1e6:.0f} MB, {start['peak_over_weights']:.2f} x the weights")]
-    for name, value in r.get("torch", {}).items():
-        if isinstance(value, dict):
-            times = f"{value['ms']:.2f} ms over {value['torch_ms']:.2f} ms = {value['ratio']:.2f}"
-            rows += [(f"{name.replace('_', ' ')}: ours over transformers'", times)]
-    for n, cached, plain in r["ms_by_position"]:
-        rows += [(f"next token after {n}: with / without the cache", f"{cached:.2f} / {plain:.2f} ms")]
-    rounds = f"medians of {r['rounds']} rounds or more, {min(r['rounds'], 5)} by position"
-    yield f"model {r['model']}; {r['machine']}; {rounds}"
-    yield from (f"{label:52}{value}" for label, value in rows)
-
-
-def draw(r, path):
+def plot_chart(known, path):
     """The chart: time of the next token against how many are there, both curves."""
     import matplotlib
 
     matplotlib.use("agg")
     import matplotlib.pyplot as plt
 
-    positions, cached, plain = zip(*r["ms_by_position"], strict=True)
+    rows, roof = known["by_position"], known["decode"][0]["ms"]
+    positions, cached, plain = ([one[key] for one in rows] for key in ("n", "ms_cached", "ms_plain"))
     figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
     axes.plot(positions, plain, "o-", label="without the cache (gpt2.py)")
     axes.plot(positions, cached, "s-", label="with the cache (gpt2_kvcache.py)")
-    axes.axhline(r["roof_ms"], color="gray", linestyle=":", label="reading every weight once (the roof)")
+    axes.axhline(roof, color="gray", linestyle=":", label="reading every weight once (the roof)")
     axes.set(xlabel="tokens in the window", ylabel="milliseconds for the next token", yscale="log")
-    axes.set_title(f"{r['model']}: time per token\n{r['machine']}", fontsize=9)
+    axes.set_title(f"{known['model']}: time per token\n{known['machine']}", fontsize=9)
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -378,14 +418,13 @@ def main(
     model_size: str = "fairytale",
     models_dir: str = None,
     rounds: int = 9,
+    n_tokens: int = None,
     json: str = None,
     plot: str = None,
     torch: bool = False,
 ):
     """Check and time a model with and without the cache."""
-    from tqdm import tqdm
-
-    at_least(1, rounds=rounds)
+    at_least(1, rounds=rounds, n_tokens=n_tokens)
     for option, value, packages in (("plot", plot, ["matplotlib"]), ("torch", torch, ["torch", "transformers"])):
         missing = [name for name in packages if value and find_spec(name) is None]
         if missing:
@@ -394,22 +433,20 @@ def main(
         if not Path(path).resolve().parent.is_dir():
             raise ValueError(f"no folder for {path}")
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    n_head = hparams["n_head"]
-    with tqdm(total=20 + torch, unit="part", disable=not sys.stderr.isatty()) as bar:
-        result = {"model": model_size, "machine": machine(), "rounds": rounds}
-        if torch:  # first, since it is what may be missing
-            result["torch"] = compare_with_torch(params, n_head, rounds)
-            bar.update()
-        result |= measure(encoder, params, n_head, rounds, bar)
-        result["start"] = start(model_size, models_dir, rounds)
-        n_bytes = sum(w.nbytes for w in matrices(params)) + params["wpe"].nbytes
-        result["start"]["peak_over_weights"] = result["start"]["peak_bytes"] / n_bytes
-        bar.update()
-    print("\n".join(report(result)))
-    if json:
-        Path(json).write_text(dumps(result, indent=2) + "\n")
-    if plot:
-        draw(result, plot)
+    tokens = np.random.default_rng(0).integers(0, len(params["wte"]), len(params["wpe"])).tolist()
+    model = ["--model_size", model_size, *(["--models_dir", models_dir] if models_dir else [])]
+    setup = Setup(encoder, params, hparams["n_head"], tokens, model, rounds, n_tokens)
+    known = {"model": model_size, "machine": machine(), "rounds": rounds}
+    print(f"model {model_size}; {known['machine']}; medians of {rounds} rounds or more, {min(rounds, 5)} by position")
+    for section in (*SECTIONS, *([beside_transformers] if torch else [])):
+        rows = known[section.__name__] = []
+        for label, text, numbers in section(setup):
+            print(f"{label:52}{text}", flush=True)
+            rows.append({"row": label.strip(), **numbers})
+            if json:
+                Path(json).write_text(dumps(known, indent=2) + "\n")
+        if plot and section is by_position:
+            plot_chart(known, plot)
 
 
 if __name__ == "__main__":
