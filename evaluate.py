@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from command_line import progress, read_text
+from command_line import read_input, with_bar
 from encoder import END_OF_TEXT
 from gpt2_kvcache import gpt2
 from utils import load_encoder_hparams_and_params
@@ -47,7 +47,7 @@ def main(file: str, model_size: str = None, models_dir: str = None):
 
     Documents in the file may be separated by lines <|endoftext|>; these count as tokens to predict, not as bytes.
     """
-    documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_text(file), flags=re.M) if text]
+    documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_input(file), flags=re.M) if text]
     n_bytes = sum(len(text.encode()) for text in documents)
     if n_bytes == 0:
         raise ValueError(f"{file} holds no text")
@@ -59,7 +59,7 @@ def main(file: str, model_size: str = None, models_dir: str = None):
         tokens.pop()
     n = len(tokens) - 1
     losses = itertools.chain.from_iterable(text_losses(tokens, params, hparams["n_head"]))
-    nats = math.fsum(progress(losses, n, "token"))
+    nats = math.fsum(with_bar(losses, n, "token"))
     print(f"{nats / math.log(2) / n_bytes:.4f} bits per byte, perplexity {math.exp(nats / n):.2f} per token")
     print(f"({n} tokens, {n_bytes} bytes, documents: {len(documents)})")
 
