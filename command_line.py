@@ -30,6 +30,7 @@ ARGUMENTS = {
     "guesses": "how many tokens to guess at most",
     "out": "a folder that doesn't exist yet, or is empty",
     "rounds": "how often each thing is timed",
+    "n_tokens": "how many tokens texts get that are timed with and without the cache, and in batches",
     "json": "a file for all numbers",
     "plot": "a file for the chart, .png or .svg (needs matplotlib)",
     "torch": "also time Hugging Face transformers on the same weights (needs torch and transformers)",
