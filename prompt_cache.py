@@ -13,7 +13,7 @@ import zlib
 
 import numpy as np
 
-from kvcache import cached_length, empty_entry, extend
+from kvcache import cached_length, empty_cache, extend
 
 N_PLACES = 2039  # see fingerprint
 
@@ -116,8 +116,8 @@ def load(path, tokens, params, n_head):
     notice(path, f"{n} of the prompt's {len(tokens)} tokens reused" if n else "holds another prompt; it is left alone")
     if n == 0:
         return None, False
-    n_ctx, n_embd = params["wpe"].shape
-    kvcache = [extend(empty_entry(n_head, n_embd // n_head, n_ctx), block[:, :, :n]) for block in kv]
+    empty = empty_cache(params["blocks"], n_head, len(params["wpe"]))
+    kvcache = [extend(entry, block[:, :, :n]) for entry, block in zip(empty, kv, strict=True)]
     return kvcache, n == len(saved)
 
 
