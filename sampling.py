@@ -19,7 +19,7 @@ def scaled(logits, temperature):
     """Divided by the temperature, the largest moved to 0 first. logits: [n_vocab] -> [n_vocab] float32."""
     temperature = np.float32(min(max(temperature, SMALLEST), LARGEST))
     with np.errstate(over="ignore"):  # a tiny temperature sends all but the largest to -inf, as it should
-        return (logits - logits.max()).astype(np.float32, copy=False) / temperature
+        return np.subtract(logits, logits.max(), dtype=np.float32) / temperature
 
 
 def keep_top_k(logits, top_k):
@@ -44,7 +44,7 @@ def keep_top_p(odds, top_p):
     """
     if top_p >= 1:
         return odds
-    total = odds.sum(dtype=np.float64)
+    total = float(odds.sum(dtype=np.float64))
     enough = (top_p - SLACK) * total
     likely = odds[odds >= total * (1 - top_p) / len(odds)]  # [n_likely]; all the others together are below 1 - top_p
     bins = likely.max().view(np.int32) - likely.view(np.int32)  # [n_likely]; floats above 0 are ordered as their bits
@@ -59,8 +59,8 @@ def keep_top_p(odds, top_p):
     return kept
 
 
-def is_greedy(temperature=None, top_k=None, top_p=None):
-    """Greedy is temperature 0, and what is meant where nothing is given."""
+def is_greedy(temperature, top_k, top_p):
+    """Temperature 0 is greedy, and so is nothing at all."""
     return temperature == 0 or (temperature is None and top_k is None and top_p is None)
 
 
@@ -80,14 +80,13 @@ def distribution(logits, temperature=None, top_k=None, top_p=None):
 
 
 def draw(odds, rng):
-    """An id, drawn in proportion to its odds (or probability), by rng, a numpy.random.Generator. odds: [n_vocab].
+    """An id in proportion to its odds (or its probability), by rng, a numpy.random.Generator. odds: [n_vocab].
 
-    A race: every id arrives at a random time, exponentially distributed, the sooner the better its odds, and the first
-    one wins (torch.multinomial does the same; with logarithms it is the Gumbel-max trick). All ids take their number,
-    always the same for a seed and a step, so rounding and other candidates change the winner only in a dead heat.
-    float64 costs no more than float32, in which one number of 8 million is 0, and wins whatever its odds.
+    A race: every id arrives after an exponentially distributed time, the sooner the better its odds, and the first one
+    wins (torch.multinomial does the same; in logarithms it is the Gumbel-max trick). Every id has its own number at each
+    step of a seed, so rounding, or another set of candidates, changes the winner only in a dead heat.
     """
-    numbers = rng.standard_exponential(len(odds))  # [n_vocab]
+    numbers = rng.standard_exponential(len(odds))  # [n_vocab] float64: of float32 ones, one in 8 million is 0, and wins
     return int(np.divide(odds, numbers, out=numbers).argmax())
 
 
