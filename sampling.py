@@ -83,8 +83,8 @@ def draw(odds, rng):
     """An id in proportion to its odds (or its probability), by rng, a numpy.random.Generator. odds: [n_vocab].
 
     A race: every id arrives after an exponentially distributed time, the sooner the better its odds, and the first one
-    wins (torch.multinomial does the same; in logarithms it is the Gumbel-max trick). Every id has its own number at each
-    step of a seed, so rounding, or another set of candidates, changes the winner only in a dead heat.
+    wins (torch.multinomial does the same; in logarithms it is the Gumbel-max trick). Every id has its own number at
+    each step of a seed, so rounding, or another set of candidates, changes the winner only in a dead heat.
     """
     numbers = rng.standard_exponential(len(odds))  # [n_vocab] float64: of float32 ones, one in 8 million is 0, and wins
     return int(np.divide(odds, numbers, out=numbers).argmax())

@@ -117,6 +117,8 @@ def test_a_top_p_that_is_met_exactly_keeps_no_token_too_many():
 def test_of_equals_at_the_border_top_k_keeps_all_and_top_p_the_first():
     assert kept([0.2, 0.1, 0.2, 0.3, 0.2], top_k=2) == [0, 2, 3, 4]
     assert kept([0.2, 0.1, 0.2, 0.3, 0.2], top_p=0.6) == [0, 2, 3]
+    assert kept([0.2, 0.1999, 0.2001, 0.1999, 0.1999], top_p=0.4) == [0, 2]
+    assert kept([0.2, 0.1999, 0.2001, 0.1999, 0.1999], top_p=0.6) == [0, 1, 2]
     assert kept([0.2] * 5, top_k=1) == [0, 1, 2, 3, 4]
 
 
