@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from command_line import progress, read_text
+from command_line import read_input, with_bar
 from fast import attention_of_each, ffn, layer_norm, linear, to_vocabulary
 from gpt2 import layers, split_heads
 from gpt2_kvcache import attend, prefill, seen
@@ -156,19 +156,16 @@ def main(
     at_least(1, num_samples=num_samples, batch_size=batch_size)
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     check_settings(temperature, top_k, top_p, seed)
-    text = read_text(file)
+    text = read_input(file)
     if text.strip("\n") == "":
         raise ValueError(f"{file} has no prompts: one a line is wanted")
     prompts = text.removesuffix("\n").split("\n")
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
     seeds = [None if seed is None else seed + i for i in range(num_samples)]
     jobs = [(prompt, seed) for prompt in prompts for seed in seeds]
-    requests = (
-        (encoder.encode(prompt) or [encoder.end_of_text], sampler(temperature, top_k, top_p, seed))
-        for prompt, seed in jobs
-    )
+    requests = ((encoder.encode_prompt(prompt), sampler(temperature, top_k, top_p, seed)) for prompt, seed in jobs)
     texts = stream_batch(requests, params, hparams["n_head"], n_tokens_to_generate, encoder.end_of_text, batch_size)
-    for (prompt, _), new in zip(jobs, progress(texts, len(jobs), "text"), strict=True):
+    for (prompt, _), new in zip(jobs, with_bar(texts, len(jobs), "text"), strict=True):
         print(json.dumps({"prompt": prompt, "continuation": encoder.decode(new)}), flush=True)
 
 

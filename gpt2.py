@@ -15,7 +15,7 @@ from sampling import at_least, checked_tokens, finite, greedy, is_end, sampler
 
 def gelu(x):
     """Hendrycks & Gimpel's tanh form (arXiv 1606.08415)."""
-    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))) / 2
 
 
 def softmax(x):
@@ -49,16 +49,16 @@ def merge_heads(x):
 
 
 def attention(q, k, v, mask):
-    """q: [n_head, n_q, d_head], k, v: [n_head, n_k, d_head], mask: [n_q, n_k] bool, True where q may see k -> as q."""
-    scores = q @ k.transpose(0, 2, 1) / math.sqrt(q.shape[-1])  # [n_head, n_q, n_k]
-    return softmax(np.where(mask, scores, -np.inf)) @ v  # [n_head, n_q, n_k] @ [n_head, n_k, d_head] -> as q
+    """q: [n_head, n_q, d_head], k, v: [n_head, n_k, d_head], mask: [n_q, n_k], -inf where q may not see k -> as q."""
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(0, 2, 1) + mask  # [n_head, n_q, n_k]
+    return softmax(scores) @ v  # [n_head, n_q, n_k] @ [n_head, n_k, d_head] -> [n_head, n_q, d_head]
 
 
 def mha(x, c_attn, c_proj, n_head):
     """Multi-head attention, causal: position i looks at positions 0 ... i. x: [n_seq, n_embd] -> the same."""
     q, k, v = split_heads(linear(x, **c_attn), n_head)  # [n_seq, n_embd] -> 3 of [n_head, n_seq, d_head]
-    heads = attention(q, k, v, np.tri(len(x), dtype=bool))  # [n_head, n_seq, d_head]
-    return linear(merge_heads(heads), **c_proj)  # [n_head, n_seq, d_head] -> [n_seq, n_embd]
+    causal_mask = np.triu(np.full((len(x), len(x)), -np.inf, x.dtype), 1)  # [n_seq, n_seq], 0 up to the diagonal
+    return linear(merge_heads(attention(q, k, v, causal_mask)), **c_proj)  # [n_head, n_seq, d_head] -> [n_seq, n_embd]
 
 
 def transformer_block(x, mlp, attn, ln_1, ln_2, n_head):
@@ -124,7 +124,7 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     new = stream(inputs, params, hparams["n_head"], n_tokens_to_generate, pick, encoder.end_of_text)
     write_text(new, encoder, n_tokens_to_generate)
 

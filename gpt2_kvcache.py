@@ -123,13 +123,13 @@ def main(
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     pick = sampler(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs = encoder.encode(prompt) or [encoder.end_of_text]
+    inputs = encoder.encode_prompt(prompt)
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:
-        from prompt_cache import load_or_run  # here: an ordinary start needn't wait for it
+        from prompt_cache import prefill_with_file  # here: an ordinary start needn't wait for it
 
         window, _ = seen(inputs, None, hparams["n_ctx"])
-        kvcache = load_or_run(prompt_cache, window, params, n_head, prefill)
+        kvcache = prefill_with_file(prompt_cache, window, params, n_head, prefill)
     new = stream(inputs, params, n_head, n_tokens_to_generate, pick, encoder.end_of_text, kvcache)
     write_text(new, encoder, n_tokens_to_generate)
 

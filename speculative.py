@@ -236,7 +236,7 @@ def main(
     at_least(1, guesses=guesses)
     check_settings(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs, made = encoder.encode(prompt) or [encoder.end_of_text], []
+    inputs, made = encoder.encode_prompt(prompt), []
     if draft_model_size is None:
         guesser = by_lookup(sampler(temperature, top_k, top_p, seed))
     else:

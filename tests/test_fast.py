@@ -49,7 +49,8 @@ def test_attention_in_pieces_is_masked_attention(monkeypatch, n_queries, n_score
     monkeypatch.setattr(fast, "N_QUERIES", n_queries)
     monkeypatch.setattr(fast, "N_SCORES", n_scores)
     q, k, v = normal(4, n_q, 8), normal(4, n_seq, 8), normal(4, n_seq, 8)
-    expected = gpt2.attention(q, k, v, np.tri(n_q, n_seq, n_seq - n_q, dtype=bool))
+    mask = np.where(np.tri(n_q, n_seq, n_seq - n_q, dtype=bool), np.float32(0), np.float32(-np.inf))
+    expected = gpt2.attention(q, k, v, mask)
     heads = fast.causal_attention(q, k, v)
     assert heads.dtype == np.float32
     np.testing.assert_allclose(heads, expected, atol=1e-5)

@@ -186,7 +186,9 @@ def test_params_are_nested_as_the_engine_wants_them(model):
 
 def test_a_real_checkpoint_loads(model, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(utils, "get_encoder", lambda name, models_dir: type("Encoder", (), {"encoder": {}}))
+    monkeypatch.setattr(
+        utils, "get_encoder", lambda name, models_dir: type("Encoder", (), {"encoder": {}, "decoder": {}})
+    )
     for path in ONE_SHARD.iterdir():
         shutil.copy(path, model)
     (model / "hparams.json").write_text('{"n_vocab": 11, "n_ctx": 6, "n_embd": 4, "n_head": 2, "n_layer": 2}')
