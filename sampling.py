@@ -22,18 +22,12 @@ def scaled(logits, temperature):
         return np.subtract(logits, logits.max(), dtype=np.float32) / temperature
 
 
-def keep_top_k(logits, top_k):
-    """All but the top_k largest become -inf; what equals the smallest kept stays too (Fan et al. 2018).
-
-    Of the largest of each column, the top_k-th largest is no larger than that of all logits: a floor that few reach.
-    """
-    if top_k >= len(logits):
-        return logits
-    n_columns = min(8 * top_k, len(logits))
+def kth_largest(logits, k):
+    """logits: [n_vocab] -> the k-th largest. That of the columns' largest is a floor for it, which few reach."""
+    n_columns = min(8 * k, len(logits))
     table = logits[: len(logits) // n_columns * n_columns].reshape(-1, n_columns)  # [n_vocab] -> [n_rows, n_columns]
-    floor = np.partition(table.max(axis=0), -top_k)[-top_k]
-    threshold = np.partition(logits[logits >= floor], -top_k)[-top_k]
-    return np.where(logits < threshold, np.float32(-np.inf), logits)
+    floor = np.partition(table.max(axis=0), -k)[-k]
+    return np.partition(logits[logits >= floor], -k)[-k]
 
 
 def keep_top_p(odds, top_p):
@@ -65,9 +59,14 @@ def is_greedy(temperature, top_k, top_p):
 
 
 def odds_of(logits, temperature=None, top_k=None, top_p=None):
-    """Probabilities up to a factor, 1 for the most probable id. [n_vocab] -> [n_vocab] float32."""
+    """Probabilities up to a factor, 1 for the most probable id. [n_vocab] -> [n_vocab] float32.
+
+    Of top_k, what equals the smallest kept stays too (Fan et al. 2018).
+    """
     logits = scaled(logits, 1.0 if temperature is None else temperature)
-    odds = np.exp(logits if top_k is None else keep_top_k(logits, top_k))
+    odds = np.exp(logits)
+    if top_k is not None and top_k < len(logits):
+        odds *= logits >= kth_largest(logits, top_k)
     return odds if top_p is None else keep_top_p(odds, top_p)
 
 
