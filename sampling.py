@@ -40,7 +40,7 @@ def keep_top_p(odds, top_p):
         return odds
     total = float(odds.sum(dtype=np.float64))
     enough = (top_p - SLACK) * total
-    likely = odds[odds >= total * (1 - top_p) / len(odds)]  # [n_likely]; all the others together are below 1 - top_p
+    likely = odds.compress(odds >= total * (1 - top_p) / len(odds))  # [n_likely]; all others together: below 1 - top_p
     bins = likely.max().view(np.int32) - likely.view(np.int32)  # [n_likely]; floats above 0 are ordered as their bits
     bins >>= 17  # 64 bins from the largest to its half, 64 to its quarter, ...
     reached = np.bincount(bins.astype(np.intp), likely).cumsum()  # [n_bins]
