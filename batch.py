@@ -16,7 +16,7 @@ from command_line import read_input, with_bar
 from fast import attention_of_each, ffn, layer_norm, linear, to_vocabulary
 from gpt2 import layers, split_heads
 from gpt2_kvcache import attend, prefill, seen
-from kvcache import cached_length, empty_cache, extend
+from kvcache import cached_length, empty_cache, extend, truncate
 from sampling import at_least, check_settings, checked_tokens, finite, is_end, sampler
 from utils import load_encoder_hparams_and_params
 
@@ -82,16 +82,29 @@ def with_prompt(window, kvcache, params, n_head, n_left, n_more):
     return kvcache
 
 
+def n_alike(window, other):
+    """How many tokens of a window, the last left out, are worth running once for this one and another; 0 if none are.
+
+    Those that they begin with alike, if a step together wouldn't run them anyway, or if they are the whole window.
+    """
+    n = len(window) - 1
+    n = next((i for i, (a, b) in enumerate(zip(window[:n], other, strict=False)) if a != b), min(n, len(other)))
+    return n if n > MOST_TOGETHER or n == len(window) - 1 else 0
+
+
 def sequences(requests, params, n_head, n_more):
-    """Yields a Sequence for each request. Those in a row with one prompt branch from one run of it."""
-    n_vocab, n_ctx, index = len(params["wte"]), len(params["wpe"]), itertools.count()
-    for inputs, group in itertools.groupby(requests, key=lambda request: list(request[0])):
-        tokens, picks, kvcache = checked_tokens(inputs, n_vocab), [pick for _, pick in group], None
-        if len(picks) > 1:
-            window, _ = seen(tokens, None, n_ctx)
-            kvcache = with_prompt(window, None, params, n_head, n_left=1, n_more=n_more)
-        for pick in picks:
-            yield Sequence(next(index), len(tokens), tokens, pick, kvcache)
+    """Yields a Sequence for each request. Prompts in a row that begin alike branch from one run of their beginning."""
+    n_vocab, n_ctx, trunk, kvcache = len(params["wte"]), len(params["wpe"]), [], None
+    for index, ((inputs, pick), following) in enumerate(itertools.pairwise(itertools.chain(requests, [([], None)]))):
+        tokens = checked_tokens(inputs, n_vocab)
+        window, _ = seen(tokens, None, n_ctx)
+        n = n_alike(window, trunk)
+        if n == 0:
+            n = n_alike(window, seen(list(following[0]), None, n_ctx)[0])
+            trunk, kvcache = window[:n], None
+        if n and kvcache is None:
+            kvcache = with_prompt([*trunk, 0], None, params, n_head, n_left=1, n_more=len(window) - n + n_more)
+        yield Sequence(index, len(tokens), tokens, pick, truncate(kvcache, n) if n else None)
 
 
 def step(running, params, n_head, n_more):

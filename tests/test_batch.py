@@ -66,6 +66,24 @@ def test_samples_of_one_prompt_branch_from_one_run_of_it(monkeypatch):
     assert together == [gpt2.generate(PROMPTS[3], PARAMS, N_HEAD, 5, sampler(1.0, seed=i)) for i in range(5)]
 
 
+def test_prompts_that_begin_alike_run_their_beginning_once(monkeypatch):
+    """A few-shot prompt before every line, say."""
+    params, shots, n_run = random_params(n_ctx=128), random_tokens(50), []
+    prompts = [[*shots, *random_tokens(n, seed=n)] for n in (3, 1, 7, 40)] + [
+        shots,
+        shots[:40],
+        random_tokens(60, seed=9),
+    ]
+    expected = [gpt2.generate(p, params, N_HEAD, 90) for p in prompts]
+    for module in (batch, gpt2_kvcache):
+        extended = module.extend
+        monkeypatch.setattr(module, "extend", lambda entry, kv, f=extended: n_run.append(kv.shape[2]) or f(entry, kv))
+    assert list(batch.stream_batch([(p, greedy) for p in prompts], params, N_HEAD, 90)) == expected
+    n_run.clear()
+    list(batch.stream_batch([(p, greedy) for p in prompts], params, N_HEAD, 1))
+    assert sum(n_run) == 2 * (50 + 3 + 1 + 7 + 40 + 1 + 1 + 60)  # two blocks
+
+
 def test_a_step_reads_the_weights_once_for_all(monkeypatch):
     """So does the first one, whose rows are all tokens of these short prompts."""
     rows, real = [], batch.linear
