@@ -171,10 +171,9 @@ def resume_point(part):
     """(bytes that a part holds, bytes of the whole, tag of its version or ""); (0, 0, "") if that isn't known."""
     try:
         whole, tag = etag_file(part).read_text("latin-1").split("\n")
-        n_held, whole = part.stat().st_size, int(whole)
+        return part.stat().st_size, int(whole), tag
     except (OSError, ValueError):
         return 0, 0, ""
-    return (n_held, whole, tag) if n_held <= whole else (0, 0, "")
 
 
 def held(part):
@@ -193,11 +192,15 @@ def without_password(url):
 
 
 def reason(error):
-    """The first cause of a requests error that is the system's or the protocol's, in few words."""
+    """The first cause of a requests error that is the system's or the protocol's, in one short line.
+
+    A server's own words may be in it, so only what can be printed stays.
+    """
     from http.client import HTTPException  # here: no start without a download should wait 7 ms for it
 
     first = error
     while error := error.__context__:
         if isinstance(error, OSError | HTTPException):
             first = error
-    return getattr(first, "strerror", None) or str(first) or type(first).__name__
+    words = getattr(first, "strerror", None) or str(first) or type(first).__name__
+    return " ".join("".join(c if c.isprintable() else " " for c in words).split())[:200]

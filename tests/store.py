@@ -140,6 +140,19 @@ def wrong_place(handler, body):
     handler.send(body[:n_bytes])
 
 
+def too_long(n_more, place_too=False):
+    """206 and n_more bytes than there are from the right place on; place_too: as its Content-Range says."""
+
+    def answer(handler, body):
+        first = first_wanted(handler)
+        last = len(body) - 1 + (n_more if place_too else 0)
+        place = f"bytes {first}-{last}/{len(body)}"
+        handler.head(206, len(body) - first + n_more, ETag=etag_of(body), Content_Range=place)
+        handler.send(body[first:] + bytes(n_more))
+
+    return answer
+
+
 def ignores_range(handler, body, n_bytes=None):
     del handler.headers["Range"]
     handler.serve(body, n_bytes)

@@ -8,6 +8,7 @@ import requests
 from store import (
     at_most,
     breaks_after,
+    etag_of,
     gzipped,
     ignores_range,
     no_length,
@@ -19,12 +20,13 @@ from store import (
     shorter_than_it_says,
     status,
     tagged,
+    too_long,
     web_page,
     wrong_place,
 )
 from tqdm import tqdm
 
-from model_files.fetch import ask_length, fetch, held
+from model_files.fetch import ask_length, fetch, held, resume_point
 
 BODY = random.Random(0).randbytes(100_000)
 OTHER = random.Random(1).randbytes(100_000)
@@ -84,7 +86,10 @@ def test_416_for_the_rest_of_a_file_that_is_shorter_than_its_length_ends_after_t
     assert part.read_bytes() == BODY
 
 
-@pytest.mark.parametrize("fault", [status(416), status(400), status(501), wrong_place, ignores_range])
+@pytest.mark.parametrize(
+    "fault",
+    [status(416), status(400), status(501), wrong_place, ignores_range, too_long(9), too_long(9, place_too=True)],
+)
 def test_what_is_not_the_rest_makes_it_ask_for_the_whole_at_once(store, part, slept, fault):
     hold(store, part)
     assert bring(store, part, fault) == [f"bytes={N_HELD}-", None]
@@ -119,6 +124,11 @@ def test_a_server_that_gives_less_than_was_asked_for_is_asked_again(store, part,
     wanted = bring(store, part, *[at_most(16_384)] * 2)
     assert wanted == [f"bytes={n}-" for n in (N_HELD, N_HELD + 16_384, N_HELD + 32_768)]
     assert part.read_bytes() == BODY and slept == [1, 1]
+
+
+def test_a_piece_that_was_not_asked_for_is_not_taken_for_the_whole(store, part, slept):
+    bring(store, part, at_most(20_000))
+    assert part.read_bytes() == BODY and slept == [1]
 
 
 def test_a_length_that_is_not_the_one_it_was_asks_again_and_ends_in_one_line(store, part, slept):
@@ -170,7 +180,18 @@ def test_another_version_may_end_within_what_is_held(store, part):
     hold(store, part)
     store.files["f"] = BODY[:30_000]
     bring(store, part)
-    assert part.read_bytes() == BODY[:30_000] and held(part) == 30_000
+    assert part.read_bytes() == BODY[:30_000] and resume_point(part) == (30_000, 30_000, etag_of(BODY[:30_000]))
+    assert bring(store, part) == []  # nothing is missing
+
+
+def test_another_version_that_breaks_off_is_all_that_is_held_then(store, part):
+    hold(store, part)
+    store.files["f"] = BODY[:10_000] + OTHER[10_000:]
+    with pytest.raises(OSError):
+        bring(store, part, status(416), breaks_after(16_384), pauses=())
+    assert part.read_bytes() == store.files["f"][:16_384]
+    assert bring(store, part) == ["bytes=16384-"]
+    assert part.read_bytes() == store.files["f"]
 
 
 def test_without_tags_the_whole_is_compared_with_what_is_held(store, part, slept):
@@ -216,13 +237,28 @@ def test_redirects_in_a_circle_end_in_one_line(store, part, slept):
         bring(store, part, *[redirects()] * 999)
 
 
-@pytest.mark.parametrize(
-    "head", [{"Content_Length": "-5"}, {"Content_Length": "9" * 99}, {"Transfer_Encoding": "chunked"}]
-)
-def test_a_head_without_a_sound_length_ends_in_one_line(store, part, slept, head):
-    with pytest.raises(OSError, match="; the same command") as error:
-        bring(store, part, *[lambda handler, body: handler.head(200, None, Connection="close", **head)] * 99)
-    assert "\n" not in str(error.value)
+CHUNKED = {"Transfer-Encoding": "chunked"}
+
+
+@pytest.mark.parametrize("fields", [{}, CHUNKED, {"Content-Length": 5} | CHUNKED, {"Content-Length": "9" * 99}])
+def test_a_head_without_a_sound_length_ends_in_one_line(store, part, slept, fields):
+    with pytest.raises(OSError, match="doesn't say how long.*; the same command") as error:
+        bring(store, part, lambda handler, body: handler.head(200, None, Connection="close", **fields))
+    assert "\n" not in str(error.value) and not part.exists()
+
+
+def test_a_servers_words_are_printed_as_one_short_line(store, part, slept):
+    def shout(handler, body):
+        handler.wfile.write(b"\x1b[31m no http" + b"!" * 9999 + b"\n\n")
+        handler.close_connection = True
+
+    def reasons(handler, body):
+        handler.wfile.write(b"HTTP/1.1 404 not\x1b[2J here\r\nContent-Length: 0\r\n\r\n")
+
+    for fault in (shout, reasons):
+        with pytest.raises(OSError, match="no http!!|404 not .2J here") as error:
+            bring(store, part, *[fault] * 99)
+        assert str(error.value).isprintable() and len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("code", [405, 501])
@@ -244,9 +280,7 @@ def test_a_first_contact_that_brings_no_file_is_a_connection_error_without_the_p
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(
-    "proxy", ["socks5://127.0.0.1:1", "ftp://127.0.0.1:1", "http://[1", "://", "a:b", "http://a b"]
-)
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "ftp://127.0.0.1", "http://[1", "://", "a:b", "http://a b"])
 def test_a_proxy_that_cannot_be_used_is_a_connection_error(monkeypatch, proxy):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, proxy)
