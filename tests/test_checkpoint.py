@@ -163,6 +163,8 @@ def test_a_model_whose_sizes_are_all_1_keeps_its_matrices():
 def test_a_matrix_of_one_row_keeps_its_row(tmp_path):
     write(tmp_path, {"model/w": entry((1, 1, 6))})
     assert load_weights(tmp_path)["w"].shape == (1, 6)
+    write(tmp_path, {"model/w": entry((2, 1, 3))})
+    assert load_weights(tmp_path)["w"].shape == (2, 1, 3)
 
 
 def test_global_step_and_adams_slots_are_ignored():
@@ -298,6 +300,12 @@ def test_missing_files_are_named(copy):
     refused(folder, "names 'model.ckpt', but there is no 'model.ckpt.index'", FileNotFoundError)
     (folder / "checkpoint").unlink()
     refused(folder, "checkpoint is missing", FileNotFoundError)
+
+
+def test_check_sums_are_of_all_shards_or_none():
+    first, _ = data_files(GOLDEN / "two_shards")
+    with pytest.raises(ValueError):
+        check_crc(GOLDEN / "two_shards" / "model.ckpt.index", [first])
 
 
 def test_a_missing_shard_is_named(copy):

@@ -98,9 +98,7 @@ def test_left_out_and_the_host_has_no_such_file_for_us_it_is_the_bundled_one(sto
         choose_model("124M", tmp_path / "models")
 
 
-@pytest.mark.parametrize(
-    "proxy", ["socks5://127.0.0.1:1", "ftp://127.0.0.1:1", "http://127.0.0.1:1", "http://[1", "://"]
-)
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1", "ftp://127.0.0.1", "http://127.0.0.1:1", "http://[1", "://"])
 def test_left_out_and_the_proxy_is_of_no_use_it_is_the_bundled_one(tmp_path, monkeypatch, proxy):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, proxy)
