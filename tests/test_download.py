@@ -596,8 +596,8 @@ def test_two_processes_at_once_bring_each_file_once(store, tmp_path, files):
 
 
 def test_from_random_servers_the_files_come_or_one_line_does():
-    counts, _ = compare_servers.compare_all(range(5000, 5024), n_graph=20_000, n_vocab=1000)
-    assert counts["came"] >= 24 and counts["killed"] and len(counts) > 5
+    counts, _ = compare_servers.compare_all(range(5000, 5012), n_graph=20_000, n_vocab=1000)
+    assert counts["came"] >= 12 and counts["killed"] and len(counts) > 5
 
 
 WITHOUT_LOCKS = """
