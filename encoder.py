@@ -75,20 +75,27 @@ def merge(word, ranks):
                 fresh += before[place], place
 
 
-class Encoder:
-    """OpenAI's interface: `encoder` maps pieces to ids, `decoder` ids to pieces. `end_of_text` is the id that ends a
-    document, that of "<|endoftext|>" unless told; `ranks`: see `merge`. Nothing changes after construction but a cache
-    of words, which is bounded."""
+def spell(text):
+    """The bytes of a text as one character each, the way pieces are written."""
+    return text.encode("utf-8", "replace").decode("latin-1").translate(CODE_POINT)
 
-    def __init__(self, encoder, ranks, end_of_text=END_OF_TEXT):
+
+class Encoder:
+    """OpenAI's interface: `encoder` maps pieces to ids, `decoder` ids to pieces. `ranks`: see `merge`.
+
+    `end_of_text`: the id at which a text ends, or a tuple of such ids, the separator of documents first.
+    `begin_of_text`: the id that an empty prompt starts from, or None where the model has none.
+    Nothing changes after construction but a cache of words, which is bounded.
+    """
+
+    def __init__(self, encoder, ranks, end_of_text, begin_of_text):
         self.encoder, self.decoder = encoder, {i: piece for piece, i in encoder.items()}
-        self.end_of_text = encoder[end_of_text]
+        self.end_of_text, self.begin_of_text = end_of_text, begin_of_text
         self.ranks = ranks
         self._cached_word_ids = functools.lru_cache(CACHED_WORDS)(self._word_ids)
 
     def _word_ids(self, word):
-        word = word.encode().decode("latin-1").translate(CODE_POINT)
-        return tuple([self.encoder[piece] for piece in merge(word, self.ranks)])
+        return tuple([self.encoder[piece] for piece in merge(spell(word), self.ranks)])
 
     def encode(self, text):
         """The ids of a str, a list of int. A lone surrogate, which is half a character, counts as U+FFFD."""
@@ -97,6 +104,13 @@ class Encoder:
         for word in WORD.findall(text):
             ids += self._cached_word_ids(word) if len(word) <= CACHED_LENGTH else self._word_ids(word)
         return ids
+
+    def encode_prompt(self, text):
+        """encode, and for an empty text the token that begins one; ValueError where the model has none."""
+        ids = self.encode(text)
+        if not ids and self.begin_of_text is None:
+            raise ValueError("the prompt is empty, and this model has no token that begins a text: write something")
+        return ids or [self.begin_of_text]
 
     def decode_bytes(self, ids):
         """The bytes that ids stand for. They may begin or end inside a character: its bytes may be several tokens.
@@ -116,11 +130,12 @@ def get_encoder(model_name, models_dir):
 
     OSError naming the file if one can't be read; its subclass DamagedFile if one isn't what it should be.
     """
-    encoder = read_ids(os.path.join(models_dir, model_name, "encoder.json"))
-    return Encoder(encoder, read_ranks(os.path.join(models_dir, model_name, "vocab.bpe"), encoder))
+    ids = read_ids(os.path.join(models_dir, model_name, "encoder.json"))
+    ranks = read_ranks(os.path.join(models_dir, model_name, "vocab.bpe"), ids)
+    return Encoder(ids, ranks, ids[END_OF_TEXT], ids[END_OF_TEXT])
 
 
-def read_text(path):
+def read_utf8(path):
     try:
         with open(path, encoding="utf-8-sig") as file:  # with or without a byte-order mark, whatever the line ends
             return file.read()
@@ -129,24 +144,22 @@ def read_text(path):
 
 
 def read_object(path):
-    """The dict that a JSON file holds."""
+    """The dict that a JSON file holds. OSError, DamagedFile."""
+    with open(path, "rb") as file:
+        data = file.read()
     try:
-        content = json.loads(read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise DamagedFile(f"{path} isn't JSON: {error}") from None
+        content = json.loads(data.decode("utf-8-sig"))  # with or without a byte-order mark
+    except (ValueError, RecursionError):
+        raise DamagedFile(f"{path} isn't JSON") from None
     if not isinstance(content, dict):
         raise DamagedFile(f"{path} doesn't hold a JSON object")
     return content
 
 
 def read_ids(path):
-    """`encoder.json` as a dict from pieces to ids."""
-    return check_ids(path, read_object(path), END_OF_TEXT)
-
-
-def check_ids(path, ids, end_of_text):
-    """The dict itself; DamagedFile unless it can spell every text and its ids are 0, 1, 2 and so on."""
-    for piece in (*BYTE_PIECES, end_of_text):
+    """`encoder.json` as a dict from pieces to ids; DamagedFile unless it spells every text and ids are 0, 1, 2 ..."""
+    ids = read_object(path)
+    for piece in (*BYTE_PIECES, END_OF_TEXT):
         if piece not in ids:
             raise DamagedFile(f"{path}: the piece {piece!r} is missing")
     if set(map(type, ids.values())) != {int} or sorted(ids.values()) != list(range(len(ids))):
@@ -154,33 +167,33 @@ def check_ids(path, ids, end_of_text):
     return ids
 
 
-def read_ranks(path, ids, added=()):
-    """`vocab.bpe` as a dict from "left right" to the line it is on; the pieces must be the same as those of `ids`.
-
-    added: see `rank`.
-    """
-    version, *merges = read_text(path).rstrip("\n").split("\n")
+def read_ranks(path, ids):
+    """`vocab.bpe` as a dict from "left right" to the line it is on; the pieces must be the same as those of `ids`."""
+    version, *merges = read_utf8(path).rstrip("\n").split("\n")
     if not version.startswith("#version"):
         raise DamagedFile(f"{path} doesn't begin with #version")
-    return rank(path, merges, ids, added)
+    ranks = rank(path, merges, ids)
+    if len(ranks) < len(merges):
+        raise DamagedFile(f"{path}: a merge is there twice")
+    for piece in unmade(ids, ranks):
+        if not SPECIAL.fullmatch(piece):
+            raise DamagedFile(f"{path}: no merge makes {piece[:80]!r}, which has an id; was the file cut short?")
+    return ranks
 
 
-def rank(path, merges, ids, added=()):
-    """The dict from "left right" to its line in the file, where the first merge is on line 2.
-
-    added: pieces that have an id in `ids` without a merge that makes them.
-    """
-    made, ranks = set(BYTE_PIECES), {}
+def rank(path, merges, ids):
+    """The dict from "left right" to its line in the file, where the first merge is on line 2. DamagedFile for a merge
+    whose pieces have no ids."""
+    ranks = {}
     for number, pair in enumerate(merges, 2):
         left, _, right = pair.partition(" ")
         both = left + right
         if not (left and right and left in ids and right in ids and both in ids):
             raise DamagedFile(f"{path}, line {number}: {pair[:80]!r} isn't two pieces that make a third, all with ids")
-        made.add(both)
         ranks[pair] = number
-    if len(ranks) < len(merges):
-        raise DamagedFile(f"{path}: a merge is there twice")
-    for piece in sorted(ids.keys() - made - set(added)):
-        if not SPECIAL.fullmatch(piece):
-            raise DamagedFile(f"{path}: no merge makes {piece[:80]!r}, which has an id; was the file cut short?")
     return ranks
+
+
+def unmade(ids, ranks):
+    """The pieces, in order of their letters, that are no byte and that no merge makes."""
+    return sorted(ids.keys() - {*BYTE_PIECES, *(pair.replace(" ", "") for pair in ranks)})

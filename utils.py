@@ -1,10 +1,10 @@
 """From a model's name to (encoder, hparams, params): which folder, is all there, does all fit together."""
 
-import json
+import re
 import sys
 from pathlib import Path
 
-from encoder import get_encoder
+from encoder import get_encoder, read_object
 from errors import DamagedFile
 from model_files import huggingface, huggingface_tokenizer
 from model_files.checkpoint import load_weights
@@ -12,6 +12,7 @@ from model_files.download import SIZES, download
 
 MODELS_DIR = Path(__file__).resolve().parent / "models"
 BUNDLED = MODELS_DIR / "fairytale"
+HPARAMS = ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer")
 
 
 def load_encoder_hparams_and_params(model_size=None, models_dir=None):
@@ -23,7 +24,11 @@ def load_encoder_hparams_and_params(model_size=None, models_dir=None):
     b}, c_proj}, ln_1: {g, b}, ln_2, mlp: {c_fc, c_proj}}], ln_f}, float32, read-only, their shapes checked.
     Raises ValueError for a name that isn't there, OSError for files that are missing, damaged or can't be downloaded.
     """
-    folder, note = choose_model(model_size, models_dir)
+    return load_and_name(*choose_model(model_size, models_dir))
+
+
+def load_and_name(folder, note=""):
+    """load_encoder_hparams_and_params of the model in a folder. note: what else the line on stderr says."""
     try:
         encoder, hparams, params = load_model(folder)
     except DamagedFile as error:
@@ -41,21 +46,24 @@ def load_model(folder):
         return load_huggingface(folder)
     hparams = load_hparams(folder / "hparams.json")
     encoder = get_encoder(folder.name, folder.parent)
-    n_ids = len(encoder.encoder)
-    if n_ids > hparams["n_vocab"]:
-        raise DamagedFile(f"{folder / 'encoder.json'} has {n_ids} ids, n_vocab in hparams.json is {hparams['n_vocab']}")
+    n_ids, n_vocab = len(encoder.encoder), hparams["n_vocab"]
+    if n_ids > n_vocab:
+        raise DamagedFile(f"{folder / 'encoder.json'} has {n_ids} ids, n_vocab in hparams.json is {n_vocab}")
+    encoder.decoder |= dict.fromkeys(range(n_ids, n_vocab), "")  # rows that only pad wte stand for nothing
     return encoder, hparams, arrange(load_weights(folder), hparams, folder)
 
 
 def load_huggingface(folder):
-    """As load_model, from Hugging Face's layout."""
-    hparams, encoder = huggingface.load_hparams(folder), huggingface_tokenizer.get_encoder(folder)
-    n_ids, n_vocab = len(encoder.decoder), hparams["n_vocab"]
-    if n_ids > n_vocab:
-        raise DamagedFile(f"{folder}: the tokenizer has {n_ids} ids, vocab_size in config.json is {n_vocab}")
+    """As load_model, from Hugging Face's layout. A line on stderr names the weights that aren't used."""
+    hparams = huggingface.load_hparams(folder)
+    check_sizes(folder / huggingface.CONFIG, hparams, huggingface.SIZES)
+    encoder = huggingface_tokenizer.get_encoder(folder)
     names = (name for name, _ in tensors(hparams))
-    weights = huggingface.load_weights(folder, names, hparams["tie_word_embeddings"])
-    params = arrange(weights, hparams, folder, huggingface.their_name, "config.json")
+    weights, unused = huggingface.load_weights(folder, names, hparams["tie_word_embeddings"])
+    params = arrange(weights, hparams, folder, huggingface.their_name, huggingface.CONFIG)
+    if unused:
+        kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in unused})  # h.*.attn.bias: one of each block
+        print(f"gpt2: {folder.name} also holds {', '.join(kinds):.200}: not used", file=sys.stderr)
     return encoder, hparams, huggingface.with_config(params, hparams)
 
 
@@ -92,21 +100,22 @@ def find_model(name, models_dir):
 
 def load_hparams(path):
     """hparams.json as a dict; DamagedFile unless it holds the five numbers that make a GPT-2."""
-    content = path.read_bytes()
-    try:
-        hparams = json.loads(content.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        raise DamagedFile(f"{path} isn't JSON") from None
-    if not isinstance(hparams, dict):
-        raise DamagedFile(f"{path} doesn't hold a JSON object")
-    for key in ("n_vocab", "n_ctx", "n_embd", "n_head", "n_layer", *(["n_inner"] if "n_inner" in hparams else [])):
+    hparams = read_object(path)
+    for key in HPARAMS:
         if key not in hparams:
             raise DamagedFile(f"{path} lacks {key}")
+    check_sizes(path, hparams)
+    return hparams
+
+
+def check_sizes(path, hparams, their_names=None):
+    """DamagedFile unless the sizes of a GPT-2 are possible. their_names: what the file calls them, if not as here."""
+    for key in (*HPARAMS, *(["n_inner"] if "n_inner" in hparams else [])):
         if type(hparams[key]) is not int or hparams[key] < 1:
-            raise DamagedFile(f"{path}: {key} must be a positive whole number, not {hparams[key]!r:.40}")
+            name = (their_names or {}).get(key, key)
+            raise DamagedFile(f"{path}: {name} must be a positive whole number, not {hparams[key]!r:.40}")
     if hparams["n_embd"] % hparams["n_head"]:
         raise DamagedFile(f"{path}: n_head {hparams['n_head']} doesn't divide n_embd {hparams['n_embd']}")
-    return hparams
 
 
 def arrange(weights, hparams, folder, shown="model/{}".format, source="hparams.json"):

@@ -2,8 +2,10 @@
 
 import shutil
 from importlib.metadata import files
+from pathlib import Path
 
 import pytest
+from folders import GOLDEN
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +17,13 @@ def gpt2_vocabulary_dir(tmp_path_factory):
         if file.name in ("encoder.json", "vocab.bpe"):
             shutil.copy(file.locate(), model_dir)
     return model_dir
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A function that copies a golden folder in Hugging Face's layout to models/tiny and returns it."""
+
+    def copy(name):
+        return Path(shutil.copytree(GOLDEN / name, tmp_path / "models" / "tiny", copy_function=shutil.copyfile))
+
+    return copy

@@ -213,7 +213,8 @@ def test_params_are_nested_as_the_engine_wants_them(model):
 @pytest.mark.parametrize("golden, sizes", [("one_shard", (11, 6, 4, 2, 2)), ("ones", (1, 1, 1, 1, 1))])
 def test_a_real_checkpoint_loads(model, monkeypatch, golden, sizes):
     monkeypatch.undo()
-    monkeypatch.setattr(utils, "get_encoder", lambda name, models_dir: type("Encoder", (), {"encoder": {}}))
+    fake = type("Encoder", (), {"encoder": {}, "decoder": {}})
+    monkeypatch.setattr(utils, "get_encoder", lambda name, models_dir: fake)
     for path in (CHECKPOINTS / golden).iterdir():
         shutil.copy(path, model)
     (model / "hparams.json").write_text(json.dumps(dict(zip(HPARAMS, sizes, strict=True))))

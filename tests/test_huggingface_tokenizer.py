@@ -1,0 +1,74 @@
+"""Ids and text are those of transformers' tokenizer; its files are read in all their forms, or refused in one line."""
+
+import json
+
+import pytest
+from folders import GOLDEN, MODELS, edit, load
+
+from errors import DamagedFile
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_ids_equal_those_of_its_tokenizer_on_300_texts(name):
+    encoder, _, _ = load(GOLDEN / name)
+    golden = json.loads((GOLDEN / "ids.json").read_text())
+    assert len(golden["texts"]) == 300
+    for text, ids in zip(golden["texts"], golden[name], strict=True):
+        assert encoder.encode(text) == ids
+        assert encoder.decode(ids) == text
+
+
+def test_the_text_end_is_the_one_that_tokenizer_config_names(copy):
+    folder = copy("settings")
+    edit(folder / "config.json", eos_token_id=None)
+    assert load(folder)[0].end_of_text == 376
+    for eos in ("<pad>", {"content": "<pad>", "lstrip": False}):
+        edit(folder / "tokenizer_config.json", eos_token=eos)
+        encoder = load(folder)[0]
+        assert encoder.end_of_text == encoder.encode("<pad>")[0] > 376
+
+
+def test_an_added_token_of_letters_with_accents_is_decoded_as_text():
+    encoder, _, _ = load(GOLDEN / "settings")
+    assert len(encoder.encode("ñandú")) == 1 and encoder.decode(encoder.encode("ñandú")) == "ñandú"
+
+
+@pytest.mark.parametrize(
+    ("key", "change", "why"),
+    [
+        ("normalizer", {"type": "Lowercase"}, "its normalizer differs"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "its pre_tokenizer differs"),
+        ("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}, "its post_processor differs"),
+        ("model", {"type": "WordPiece"}, "its model differs"),
+        ("model", {"type": "BPE", "vocab": []}, "'merges' is missing"),
+        ("model", {"type": "BPE", "vocab": [1], "merges": []}, "not a tokenizer"),
+        ("model", [], "not a tokenizer"),
+        ("added_tokens", [{"content": "<y>"}], "'id' is missing"),
+        ("added_tokens", [{"content": 5, "id": 377}], "not a tokenizer"),
+        ("added_tokens", [7], "not a tokenizer"),
+    ],
+)
+def test_a_tokenizer_of_another_kind_or_a_damaged_one_is_refused(copy, key, change, why):
+    folder = copy("settings")
+    edit(folder / "tokenizer.json", **{key: change})
+    with pytest.raises(DamagedFile, match=why) as error:
+        load(folder)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
+
+
+def test_a_tokenizer_file_of_the_first_versions_is_read_too(copy):
+    """Without the model's type, merges as lines, another post-processor: as the file in the `gpt2` repository."""
+    folder = copy("settings")
+    model = json.loads((folder / "tokenizer.json").read_text())["model"]
+    model = {"dropout": None, "vocab": model["vocab"], "merges": [" ".join(pair) for pair in model["merges"]]}
+    edit(folder / "tokenizer.json", model=model, post_processor={"type": "ByteLevel", "trim_offsets": False})
+    golden = json.loads((GOLDEN / "ids.json").read_text())
+    assert [load(folder)[0].encode(text) for text in golden["texts"][:9]] == golden["settings"][:9]
+
+
+@pytest.mark.parametrize("name", ["vocab.json", "merges.txt"])
+def test_a_missing_vocabulary_file_is_named(copy, name):
+    folder = copy("bf16")
+    (folder / name).unlink()
+    with pytest.raises(FileNotFoundError, match=name):
+        load(folder)
