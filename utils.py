@@ -70,8 +70,8 @@ def load_huggingface(folder):
 def choose_model(model_size=None, models_dir=None):
     """(folder, note) of the model to run. The note, "" or not, is for the line that names the model.
 
-    None is 124M, or the bundled model where 124M's host can't be reached; what is asked for is never replaced. Other
-    arguments and what is raised: see `load_encoder_hparams_and_params`.
+    None is 124M, or the bundled model where 124M can't be had from its host; what is asked for is never replaced.
+    Other arguments and what is raised: see `load_encoder_hparams_and_params`.
     """
     models_dir = MODELS_DIR if models_dir is None else Path(str(models_dir))
     if models_dir.is_file():

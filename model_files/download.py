@@ -41,9 +41,9 @@ def download(size, models_dir, sha256=SHA256, pauses=PAUSES, timeout=TIMEOUT):
     """Completes the folder models_dir/<size> with the files that it lacks, a bar on stderr, and returns its Path.
 
     GPT2_BASE_URL in the environment names another place than OpenAI's; the files are at <base>/<size>/<name>.
-    Raises ConnectionError if the host can't be reached and ValueError if GPT2_BASE_URL is no address, before anything
-    is written; DamagedFile if a file isn't what it should be, OSError for other failures. What came by then is kept,
-    unless it is damaged, and the next call goes on from there.
+    Before anything is written, raises ConnectionError if the host can't be reached or doesn't offer the files, and
+    ValueError if GPT2_BASE_URL is no address; later, DamagedFile if a file isn't what it should be, and OSError for
+    other failures. What came by then is kept, unless it is damaged, and the next call goes on from there.
     """
     folder = Path(models_dir) / size
     if is_complete(folder):
@@ -63,12 +63,11 @@ def download(size, models_dir, sha256=SHA256, pauses=PAUSES, timeout=TIMEOUT):
             total, initial = sum(lengths[name] for name in missing), sum(held(parts[name]) for name in missing)
             with resumable(), tqdm(desc=size, total=total, initial=initial, unit="B", unit_scale=True) as bar:
                 for name, part in parts.items():
-                    if name in missing:
+                    if not (folder / name).is_file():
                         if name == DATA:
                             check_length(urls[DATA], lengths[DATA], folder)
-                        fetch(session, urls[name], part, pauses, timeout, bar)
-                        verify_part(part, name, sha256.get(name) or sha256.get(f"{size}/{name}"))
-                        os.replace(part, folder / name)
+                        fetch(session, urls[name], part, pauses, timeout, bar, lengths[name])
+                        put_in_place(part, name, sha256.get(name) or sha256.get(f"{size}/{name}"))
                     forget(part)
     with contextlib.suppress(OSError):  # Windows keeps a file that another process has open
         (folder / "download.lock").unlink()  # whoever still waits for it, or makes a new one, finds nothing left to do
@@ -104,8 +103,8 @@ def check_space(folder, n_bytes):
 def locked(path):
     """One process at a time; the others wait, for what they want is being downloaded.
 
-    The lock is the operating system's, which opens it when the process ends, even by SIGKILL. A lock that is a file's
-    mere existence would stay.
+    The operating system opens the lock when the process ends, even by SIGKILL; a file that is a lock because it exists
+    would stay. Where files can't be locked, several processes write the same bytes to the same places of a part.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,7 @@ def locked(path):
 
 
 def take_lock(file):
-    """Whether the lock was free; if so, it is taken."""
+    """False if another process has the lock; else it is taken, where the file can be locked."""
     try:
         if os.name == "nt":
             import msvcrt
@@ -133,6 +132,8 @@ def take_lock(file):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         return False
+    except OSError:  # ENOSYS, ENOLCK, ENOTSUP: some network file systems and FUSE have no locks
+        pass
     return True
 
 
@@ -144,6 +145,17 @@ def check_length(url, length, folder):
     if sizes != {DATA.removeprefix("model.ckpt."): length}:
         indexed = ", ".join(f"{shard} of {size:,} bytes" for shard, size in sizes.items())
         raise DamagedFile(f"{url} has {length:,} bytes, {folder / INDEX} asks for {indexed}")
+
+
+def put_in_place(part, name, sha256):
+    """Gives a whole part its name, once it is found right."""
+    target = part.with_name(name)
+    try:
+        verify_part(part, name, sha256)
+        os.replace(part, target)
+    except FileNotFoundError:  # where files can't be locked, another process may have done it
+        if not target.is_file():
+            raise
 
 
 def verify_part(part, name, sha256):

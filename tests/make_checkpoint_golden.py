@@ -128,8 +128,14 @@ def sliced():
     finish("sliced", "model.ckpt")
 
 
+def ones():
+    """A model whose sizes are all 1."""
+    save(str(GOLDEN / "ones" / "model.ckpt"), gpt2(n_vocab=1, n_ctx=1, n_embd=1, n_layer=1))
+    finish("ones", "model.ckpt")
+
+
 if __name__ == "__main__":
     shutil.rmtree(GOLDEN, ignore_errors=True)
-    for make in (one_shard, two_shards, adam, dtypes, strings, sliced):
+    for make in (one_shard, two_shards, adam, dtypes, strings, sliced, ones):
         (GOLDEN / make.__name__).mkdir(parents=True)
         make()

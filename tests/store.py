@@ -1,10 +1,31 @@
 """A file store on loopback, in place of OpenAI's, that can be told to misbehave."""
 
 import contextlib
+import gzip
 import hashlib
+import random
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+from model_files.download import DATA, GRAPH, INDEX
+
+CHECKPOINT = Path(__file__).parent / "golden" / "checkpoints" / "one_shard"
+
+
+def gpt2_files(n_graph=400_000, n_vocab=30_000):
+    """Files of a store: a real, tiny checkpoint, and stand-ins for the rest; the graph is the largest."""
+    noise = random.Random(0).randbytes
+    return {
+        "checkpoint": b'model_checkpoint_path: "model.ckpt"\nall_model_checkpoint_paths: "model.ckpt"\n',
+        "encoder.json": b'{"a": 0}',
+        "hparams.json": b'{"n_vocab": 50257, "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12}',
+        "vocab.bpe": b"#version: 0.2\n" + noise(n_vocab),
+        INDEX: (CHECKPOINT / INDEX).read_bytes(),
+        GRAPH: b"\n" + noise(n_graph),
+        DATA: (CHECKPOINT / DATA).read_bytes(),
+    }
 
 
 class Store(ThreadingHTTPServer):
@@ -59,9 +80,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def serve(self, body, n_bytes=None, etag=None, content_range=None):
         """The right answer, or one of which only the first n_bytes come, with a wrong tag or place."""
-        first, etag = 0, etag or etag_of(body)
-        if wanted := self.headers.get("Range"):
-            first = int(wanted.removeprefix("bytes=").removesuffix("-"))
+        first, etag = first_wanted(self), etag or etag_of(body)
+        if "Range" in self.headers:
             if first >= len(body):
                 return self.head(416, 0, ETag=etag, Content_Range=f"bytes */{len(body)}")
             place = content_range or f"bytes {first}-{len(body) - 1}/{len(body)}"
@@ -84,6 +104,11 @@ class Handler(BaseHTTPRequestHandler):
 
 def etag_of(body):
     return f'"{hashlib.md5(body).hexdigest()}"'
+
+
+def first_wanted(handler):
+    """Where the bytes begin that were asked for."""
+    return int(handler.headers.get("Range", "bytes=0-").removeprefix("bytes=").removesuffix("-"))
 
 
 # The faults. Each is a function of (handler, body), or returns one.
@@ -110,14 +135,100 @@ def web_page(content_type="text/html; charset=utf-8"):
 
 def wrong_place(handler, body):
     """206 and as many bytes as asked for, but from the beginning."""
-    n_bytes = len(body) - int(handler.headers["Range"].removeprefix("bytes=").removesuffix("-"))
+    n_bytes = len(body) - first_wanted(handler)
     handler.head(206, n_bytes, ETag=etag_of(body), Content_Range=f"bytes 0-{n_bytes - 1}/{len(body)}")
     handler.send(body[:n_bytes])
 
 
-def ignores_range(handler, body):
+def too_long(n_more, place_too=False):
+    """206 and n_more bytes than there are from the right place on; place_too: as its Content-Range says."""
+
+    def answer(handler, body):
+        first = first_wanted(handler)
+        last = len(body) - 1 + (n_more if place_too else 0)
+        place = f"bytes {first}-{last}/{len(body)}"
+        handler.head(206, len(body) - first + n_more, ETag=etag_of(body), Content_Range=place)
+        handler.send(body[first:] + bytes(n_more))
+
+    return answer
+
+
+def ignores_range(handler, body, n_bytes=None):
     del handler.headers["Range"]
-    handler.serve(body)
+    handler.serve(body, n_bytes)
+
+
+def rest_with_status_200(handler, body, **fields):
+    first = first_wanted(handler)
+    handler.head(200, len(body) - first, ETag=etag_of(body), **fields)
+    if handler.command == "GET":
+        handler.send(body[first:])
+
+
+def rest_with_status_200_and_its_place(handler, body):
+    place = f"bytes {first_wanted(handler)}-{len(body) - 1}/{len(body)}"
+    rest_with_status_200(handler, body, Content_Range=place)
+
+
+def at_most(n_bytes):
+    """Answers every request with so few bytes, and says so, as HTTP allows for a range."""
+
+    def answer(handler, body):
+        first = first_wanted(handler)
+        piece = body[first : first + n_bytes]
+        place = f"bytes {first}-{first + len(piece) - 1}/{len(body)}"
+        handler.head(206, len(piece), ETag=etag_of(body), Content_Range=place)
+        handler.send(piece)
+
+    return answer
+
+
+def shorter_than_it_says(n_bytes):
+    """The store's record says one length, and its file has n_bytes; after these, 416."""
+
+    def answer(handler, body):
+        if first_wanted(handler) >= n_bytes:
+            return handler.head(416, 0, ETag=etag_of(body), Content_Range=f"bytes */{n_bytes}")
+        handler.serve(body, n_bytes - first_wanted(handler))
+
+    return answer
+
+
+def other_body(change):
+    """Another version of the file, change(body), with its own tag."""
+    return lambda handler, body: handler.serve(change(body))
+
+
+def tagged(etag):
+    """The right bytes under another tag, or under none at all: ""."""
+
+    def answer(handler, body):
+        if etag:
+            return handler.serve(body, etag=etag)
+        first = first_wanted(handler)
+        place = {"Content_Range": f"bytes {first}-{len(body) - 1}/{len(body)}"} if first else {}
+        handler.head(206 if first else 200, len(body) - first, **place)
+        if handler.command == "GET":
+            handler.send(body[first:])
+
+    return answer
+
+
+def gzipped(handler, body):
+    packed = gzip.compress(body)
+    handler.head(200, len(packed), ETag=etag_of(body), Content_Encoding="gzip")
+    if handler.command == "GET":
+        handler.send(packed)
+
+
+def redirects(place=None):
+    """To an address, or to the same file under another one."""
+
+    def answer(handler, body):
+        there = place or handler.path.replace("/models/", "/moved/")
+        handler.head(302, 0, Location=there)
+
+    return answer
 
 
 def no_length(handler, body):

@@ -107,7 +107,7 @@ def refused(folder, match, error=DamagedFile):
 # What TensorFlow wrote reads as TensorFlow reads it.
 
 
-@pytest.mark.parametrize("name", ["one_shard", "two_shards", "adam", "dtypes"])
+@pytest.mark.parametrize("name", ["one_shard", "two_shards", "adam", "dtypes", "ones"])
 def test_variables_equal_tensorflows_bit_for_bit(name):
     prefix = find_prefix(GOLDEN / name)
     variables = load_variables(prefix)
@@ -153,9 +153,18 @@ def test_weights_lose_their_prefix_and_leading_ones():
         assert np.array_equal(weights["h0/attn/c_attn/w"], expected["model/h0/attn/c_attn/w"][0])
 
 
+def test_a_model_whose_sizes_are_all_1_keeps_its_matrices():
+    weights = load_weights(GOLDEN / "ones")
+    assert weights["wte"].shape == weights["wpe"].shape == weights["h0/attn/c_proj/w"].shape == (1, 1)
+    assert weights["h0/attn/c_attn/w"].shape == (1, 3) and weights["h0/mlp/c_proj/w"].shape == (4, 1)
+    assert weights["ln_f/g"].shape == weights["h0/attn/c_proj/b"].shape == (1,)
+
+
 def test_a_matrix_of_one_row_keeps_its_row(tmp_path):
     write(tmp_path, {"model/w": entry((1, 1, 6))})
     assert load_weights(tmp_path)["w"].shape == (1, 6)
+    write(tmp_path, {"model/w": entry((2, 1, 3))})
+    assert load_weights(tmp_path)["w"].shape == (2, 1, 3)
 
 
 def test_global_step_and_adams_slots_are_ignored():
@@ -293,6 +302,12 @@ def test_missing_files_are_named(copy):
     refused(folder, "checkpoint is missing", FileNotFoundError)
 
 
+def test_check_sums_are_of_all_shards_or_none():
+    first, _ = data_files(GOLDEN / "two_shards")
+    with pytest.raises(ValueError):
+        check_crc(GOLDEN / "two_shards" / "model.ckpt.index", [first])
+
+
 def test_a_missing_shard_is_named(copy):
     folder = copy("two_shards")
     (folder / "model.ckpt.data-00001-of-00002").unlink()
@@ -390,6 +405,16 @@ def test_an_impossible_variable_is_refused_by_name(tmp_path, value, match):
 def test_unknown_fields_are_skipped(tmp_path):
     write(tmp_path, {"model/w": entry(more=field(0x78, 5) + field(0x7A, b"new") + b"\x79" + bytes(8))})
     assert load_weights(tmp_path)["w"].shape == (2, 3)
+
+
+@pytest.mark.parametrize("n_bytes, tag", [(4, b"\x7d"), (8, b"\x79")])
+def test_unknown_fields_of_four_and_eight_bytes_are_as_long_as_they_are(tmp_path, n_bytes, tag):
+    # Its bytes aren't fields, what follows is: protobuf takes the last of several values.
+    size_after = field(0x28, 20) + tag + b"\xff" * n_bytes + field(0x28, 24)
+    write(tmp_path, {"model/w": entry(more=size_after)})
+    assert load_weights(tmp_path)["w"].shape == (2, 3)
+    write(tmp_path, {"model/w": entry(more=tag + b"\xff" * (n_bytes - 1))})
+    refused(tmp_path, "cut short")
 
 
 def test_overlapping_variables_are_refused(tmp_path):

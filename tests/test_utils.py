@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store import serving, status, web_page
+from store import gzipped, no_length, serving, status, web_page
 from tiny import random_params
 
 import utils
@@ -13,7 +13,7 @@ from model_files.download import FILES, GRAPH
 from utils import arrange, choose_model, load_encoder_hparams_and_params, load_hparams, tensors
 
 HPARAMS = {"n_vocab": 50, "n_ctx": 16, "n_embd": 12, "n_head": 4, "n_layer": 2}
-ONE_SHARD = Path(__file__).parent / "golden" / "checkpoints" / "one_shard"
+CHECKPOINTS = Path(__file__).parent / "golden" / "checkpoints"
 UNREACHABLE = "http://127.0.0.1:1/models"
 
 
@@ -86,11 +86,37 @@ def test_left_out_it_is_the_users_own_fairytale_if_there_is_one(tmp_path):
     assert choose_model(None, tmp_path)[0] == tmp_path / "fairytale"
 
 
-@pytest.mark.parametrize("fault", [status(404), status(500), web_page()])
-def test_left_out_and_the_host_answers_something_wrong_it_fails(store, tmp_path, fault):
-    store.faults["HEAD", "checkpoint"] = [fault]
-    with pytest.raises(OSError, match="124M/checkpoint"):
-        choose_model(None, tmp_path)
+@pytest.mark.parametrize("fault", [status(403), status(404), status(500), status(503), web_page(), gzipped, no_length])
+def test_left_out_and_the_host_has_no_such_file_for_us_it_is_the_bundled_one(store, tmp_path, fault):
+    store.faults["HEAD", "vocab.bpe"] = [fault]
+    folder, note = choose_model(None, tmp_path / "models")
+    assert folder == utils.BUNDLED
+    assert f"{store.url}/124M/vocab.bpe: " in note and "--model_size 124M" in note and "\n" not in note
+    assert not (tmp_path / "models").exists()
+    store.faults["HEAD", "vocab.bpe"] = [fault]
+    with pytest.raises(OSError, match="124M/vocab.bpe: .*; --model_size fairytale needs no network$"):
+        choose_model("124M", tmp_path / "models")
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1", "ftp://127.0.0.1", "http://127.0.0.1:1", "http://[1", "://"])
+def test_left_out_and_the_proxy_is_of_no_use_it_is_the_bundled_one(tmp_path, monkeypatch, proxy):
+    for name in ("http_proxy", "HTTP_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")
+    folder, note = choose_model(None, tmp_path / "models")
+    assert folder == utils.BUNDLED and "can't reach 127.0.0.1:1 (" in note and "\n" not in note
+    with pytest.raises(ConnectionError, match="^can't reach 127.0.0.1:1 "):
+        choose_model("124M", tmp_path / "models")
+
+
+def test_left_out_and_the_certificate_cannot_be_checked_it_is_the_bundled_one(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT2_BASE_URL", store.url.replace("http:", "https:"))  # it speaks no TLS
+    folder, note = choose_model(None, tmp_path / "models")
+    assert folder == utils.BUNDLED and "can't reach 127.0.0.1:" in note and "\n" not in note
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(tmp_path / "missing.pem"))
+    folder, note = choose_model(None, tmp_path / "models")
+    assert folder == utils.BUNDLED and "missing.pem" in note and "\n" not in note
 
 
 def test_a_download_that_fails_half_way_does_not_fall_back(store, tmp_path, monkeypatch):
@@ -184,17 +210,18 @@ def test_params_are_nested_as_the_engine_wants_them(model):
         np.testing.assert_array_equal(flat(params)[name], array)
 
 
-def test_a_real_checkpoint_loads(model, monkeypatch):
+@pytest.mark.parametrize("golden, sizes", [("one_shard", (11, 6, 4, 2, 2)), ("ones", (1, 1, 1, 1, 1))])
+def test_a_real_checkpoint_loads(model, monkeypatch, golden, sizes):
     monkeypatch.undo()
-    monkeypatch.setattr(
-        utils, "get_encoder", lambda name, models_dir: type("Encoder", (), {"encoder": {}, "decoder": {}})
-    )
-    for path in ONE_SHARD.iterdir():
+    fake = type("Encoder", (), {"encoder": {}, "decoder": {}})
+    monkeypatch.setattr(utils, "get_encoder", lambda name, models_dir: fake)
+    for path in (CHECKPOINTS / golden).iterdir():
         shutil.copy(path, model)
-    (model / "hparams.json").write_text('{"n_vocab": 11, "n_ctx": 6, "n_embd": 4, "n_head": 2, "n_layer": 2}')
+    (model / "hparams.json").write_text(json.dumps(dict(zip(HPARAMS, sizes, strict=True))))
     _, _, params = load_encoder_hparams_and_params("tiny", model.parent)
-    expected = np.load(ONE_SHARD / "expected.npz")
-    np.testing.assert_array_equal(params["blocks"][1]["mlp"]["c_fc"]["w"], expected["model/h1/mlp/c_fc/w"][0])
+    expected = np.load(CHECKPOINTS / golden / "expected.npz")
+    last = len(params["blocks"]) - 1
+    np.testing.assert_array_equal(params["blocks"][last]["mlp"]["c_fc"]["w"], expected[f"model/h{last}/mlp/c_fc/w"][0])
     np.testing.assert_array_equal(params["wte"], expected["model/wte"])
     assert {array.dtype for array in flat(params).values()} == {np.dtype(np.float32)}
 
