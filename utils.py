@@ -35,9 +35,16 @@ def load_and_name(folder, note=""):
         if folder.name not in SIZES:
             raise
         raise DamagedFile(f"{error}; with {folder} removed, the same command downloads it anew") from None
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    print(f"gpt2: model {folder.name} ({shown}){note}", file=sys.stderr)
+    print(f"gpt2: model {folder.name} ({shortest(folder)}){note}", file=sys.stderr)
     return encoder, hparams, params
+
+
+def shortest(folder):
+    """The folder as seen from the working directory, or in full if it is elsewhere or that directory is gone."""
+    try:
+        return folder.relative_to(Path.cwd())
+    except (ValueError, FileNotFoundError):
+        return folder
 
 
 def load_model(folder):

@@ -164,7 +164,10 @@ def added_tokens(folder, config, tokenizer, is_gpt2, ids):
     numbers, by_id = with_ids(first, ids, {}, {})
     listed, (named, others) = listed_tokens(folder, config, tokenizer), special_tokens(config, is_gpt2)
     texts = {token["content"] for token in (*by_id.values(), *listed)}
-    new = [token for token in (*named.values(), *others) if token["content"] not in texts]
+    new = []
+    for token in (*named.values(), *others):
+        if token["content"] not in texts and token not in new:  # the last of those that differ in their flags counts
+            new.append(token)
     numbers, by_id = with_ids([*listed, *new], ids, numbers, by_id)
     begin, end = (numbers.get(named[name]["content"]) if name in named else None for name in NAMED[:2])
     return {token["content"]: token | {"id": i} for i, token in by_id.items()}, begin, end
