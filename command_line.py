@@ -7,7 +7,10 @@ import codecs
 import contextlib
 import functools
 import os
+import re
 import sys
+
+FLAG = re.compile("--|-[a-zA-Z]")  # how a word begins that names an argument; -5 and - are texts
 
 ARGUMENTS = {
     "prompt": "the text to continue; one that begins with a dash is written --prompt='-...'",
@@ -27,13 +30,14 @@ ARGUMENTS = {
     "guesses": "how many tokens to guess at most",
     "out": "a folder that doesn't exist yet, or is empty",
     "rounds": "how often each thing is timed",
+    "n_tokens": "how many tokens texts get that are timed with and without the cache, and in batches",
     "json": "a file for all numbers",
     "plot": "a file for the chart, .png or .svg (needs matplotlib)",
     "torch": "also time Hugging Face transformers on the same weights (needs torch and transformers)",
 }
 
 
-def read_text(path):
+def read_input(path):
     """The text of a UTF-8 file, or of stdin for "-"; line ends become \n."""
     with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
         data = file.read()
@@ -43,7 +47,7 @@ def read_text(path):
         raise ValueError(f"{path} isn't UTF-8 text: byte {error.start} is wrong") from None
 
 
-def progress(items, total, unit):
+def with_bar(items, total, unit):
     """The iterator itself; with a bar on stderr for a person who sees stderr while the results go elsewhere."""
     if not sys.stderr.isatty() or sys.stdout.isatty():
         return items
@@ -60,7 +64,7 @@ def write_text(tokens, encoder, n_tokens):
     on_screen = sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     n = 0
-    for n, token in enumerate(progress(tokens, n_tokens, "token"), 1):  # noqa: B007
+    for n, token in enumerate(with_bar(tokens, n_tokens, "token"), 1):  # noqa: B007
         sys.stdout.write(decoder.decode(encoder.decode_bytes([token])))
         if on_screen:
             sys.stdout.flush()
@@ -70,95 +74,96 @@ def write_text(tokens, encoder, n_tokens):
     return n
 
 
-def parser(kind, name):
-    """A function from an argument's text to its value, ValueError if it isn't one."""
-
-    def parse(text):
-        if kind is str:
-            return text
-        if kind is bool:
-            return text != "False"  # fire turns --name into "True" and --noname into "False"
-        try:
-            return kind(text)
-        except ValueError:
-            wanted = {int: "a whole number", float: "a number"}[kind]
-            raise ValueError(f"--{name} must be {wanted}, not {text!r}") from None
-
-    return parse
-
-
 def parse(main, arguments):
     """main with its arguments, not yet called: all are read before any work begins.
 
     Each is taken as its annotation says, never guessed: the prompt 007 stays these three characters.
     """
-    kinds = main.__annotations__
-    for word, after in zip(arguments, [*arguments[1:], "--"], strict=False):
-        name = word.removeprefix("--").replace("-", "_")
-        if word.startswith("--") and kinds.get(name) in (str, int, float) and after.startswith("--"):
-            raise ValueError(f"--{name} needs a value; one that begins with dashes is written --{name}=VALUE")
-    return parse_plain(main, arguments) or parse_with_fire(main, arguments)
+    texts = split(main, arguments)
+    if texts is None:
+        explain(main, arguments)
+    return functools.partial(main, **{name: to_value(text, name, main) for name, text in texts.items()})
 
 
-def parse_plain(main, arguments):
-    """parse, for arguments without a mistake or a rarer form (`--name value` and `--name=value`), else None.
+def split(main, arguments):
+    """{name: text} of a command line that is well-formed, which is what fire accepts; None of any other.
 
-    Importing fire takes longer than reading and running the bundled model.
+    ValueError for a name without a value. Importing fire takes longer than reading and running the bundled model.
     """
-    kinds, given, words = dict(main.__annotations__), {}, iter(arguments)
+    kinds, texts, words, rest = main.__annotations__, {}, [], list(arguments)
+    while rest:
+        word = rest.pop(0)
+        if not FLAG.match(word):
+            words.append(word)
+            continue
+        name, equals, text = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        short = [full for full in kinds if full[0] == name]  # -s is --seed where nothing else begins with s
+        name = short[0] if len(short) == 1 else name
+        if not equals and rest and not FLAG.match(rest[0]):
+            text = rest.pop(0)
+        elif not equals and kinds.get(name) is bool:
+            text = "True"
+        elif not equals and kinds.get(name.removeprefix("no")) is bool:
+            name, text = name.removeprefix("no"), "False"
+        elif not equals and name in kinds:
+            raise ValueError(f"--{name} needs a value; one that begins with dashes is written --{name}=VALUE")
+        texts[name] = text
     required = list(kinds)[: len(kinds) - len(main.__defaults__ or ())]
-    for word in words:
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            value = value if equals else next(words, "-")
-        else:
-            name, value = next((name for name in required if name not in given), None), word
-        if kinds.get(name) in (None, bool) or name in given or value.startswith("-"):
-            return None
-        try:
-            given[name] = parser(kinds[name], name)(value)
-        except ValueError:
-            return None
-    return functools.partial(main, **given) if given.keys() >= set(required) else None
+    missing = [name for name in required if name not in texts]
+    texts |= zip(missing, words, strict=False)
+    return texts if len(words) == len(missing) and texts.keys() <= kinds.keys() else None
 
 
-def parse_with_fire(main, arguments):
-    """parse, for every other command line: fire knows the rarer forms, writes the help, and says what is wrong."""
+def to_value(text, name, main):
+    """What the text of an argument of main stands for; ValueError if it is no such thing."""
+    kind = main.__annotations__[name]
+    try:
+        return {"True": True, "False": False}[text] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        wanted = {int: "a whole number", float: "a number", bool: "True or False"}[kind]
+        raise ValueError(f"--{name} must be {wanted}, not {text!r}") from None
+
+
+def explain(main, arguments):
+    """Prints the help and ends, or raises ValueError that says what is wrong with a command line."""
+    name = os.path.basename(sys.argv[0])
+    if {"-h", "--help"} & set(arguments):
+        help_text = ask_fire(main, ["--help"], name).partition("\n\n")[2].partition("\n\nGROUPS")[0]
+        letters = [full[0] for full in main.__annotations__]  # fire offers -p for one of two that begin with p
+        help_text = re.sub("-([a-z]), --", lambda m: m[0] if letters.count(m[1]) == 1 else "--", help_text)
+        print(help_text.replace("GROUP | ", ""))
+        sys.exit()
+    reason = ask_fire(main, arguments, name).partition("\n")[0].removeprefix("ERROR: ")
+    what, colon, word = reason.partition("Could not consume arg: ")
+    if colon:
+        reason = f"{word!r} isn't an argument; a text of several words needs quotes"
+    raise ValueError(f"{reason or 'these arguments mean nothing together'} (see python {name} --help)")
+
+
+def ask_fire(main, arguments, name="", call=lambda **texts: None):
+    """What fire writes about a command line of main; if nothing, it accepts it and has called `call` with the texts."""
     import inspect
     import io
 
     import fire
 
     @functools.wraps(main)
-    def collect(*args, **kwargs):
-        calls.append(functools.partial(main, *args, **kwargs))
+    def command(*required, **texts):
+        call(**dict(zip(parameters, required, strict=False)), **texts)
 
-    calls, screen = [], io.StringIO()
-    parameters = inspect.signature(main).parameters.values()
-    kinds = {p.name: p.annotation for p in parameters}
-    collect.__signature__ = inspect.Signature(  # a second word without quotes shall not be taken for the next option
-        [p if p.default is p.empty else p.replace(kind=p.KEYWORD_ONLY) for p in parameters]
+    parameters = inspect.signature(main).parameters
+    command.__signature__ = inspect.Signature(  # a second word without quotes shall not be taken for the next option
+        [p if p.default is p.empty else p.replace(kind=p.KEYWORD_ONLY) for p in parameters.values()]
     )
-    collect.__doc__ += "\n\nArgs:\n" + "".join(f"    {name}: {ARGUMENTS[name]}\n" for name in kinds)
-    fire.decorators.SetParseFns(**{name: parser(kind, name) for name, kind in kinds.items()})(collect)
-    name = os.path.basename(sys.argv[0])
-    if {"-h", "--help"} & set(arguments):
-        arguments = ["--help"]
-    try:
-        with contextlib.redirect_stderr(screen):
-            # fire ends the arguments of a call at a lone "-"; here that may be a prompt, so another sign is named
-            fire.Fire(collect, [*arguments, "--", "--separator=\0"], name=name)
-    except fire.core.FireExit as stop:
-        if stop.code == 0:  # --help
-            help_text = screen.getvalue().partition("\n\n")[2].partition("\n\nGROUPS")[0]
-            print(help_text.replace("GROUP | ", ""))
-            raise
-        reason = screen.getvalue().splitlines()[0].removeprefix("ERROR: ")
-        if reason.startswith("Could not consume arg: "):
-            word = reason.partition(": ")[2]
-            reason = f"{word!r} isn't an argument; a text of several words needs quotes"
-        raise ValueError(f"{reason} (see python {name} --help)") from None
-    return calls[0]
+    command.__doc__ += "\n\nArgs:\n" + "".join(f"    {name}: {ARGUMENTS[name]}\n" for name in parameters)
+    fire.decorators.SetParseFn(str)(command)
+    screen = io.StringIO()
+    with contextlib.suppress(fire.core.FireExit), contextlib.redirect_stderr(screen):
+        with contextlib.redirect_stdout(io.StringIO()):  # no terminal, so no pager
+            # fire ends the arguments of a call at a lone "-"; here that is a text, so another sign is named
+            fire.Fire(command, [*arguments, "--", "--separator=\0"], name=name)
+    return screen.getvalue()
 
 
 def run(main):

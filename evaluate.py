@@ -6,9 +6,11 @@ import re
 
 import numpy as np
 
-from command_line import progress, read_text
+from command_line import read_input, with_bar
 from encoder import END_OF_TEXT
+from gpt2 import layers
 from gpt2_kvcache import gpt2
+from sampling import finite
 from utils import load_encoder_hparams_and_params
 
 PIECE = 256  # tokens whose logits are in memory at once
@@ -19,7 +21,7 @@ def token_losses(logits, targets):
     highest = logits.max(axis=-1)  # [n, n_vocab] -> [n]
     total = np.exp(logits - highest[:, None]).sum(axis=-1)  # [n, n_vocab] -> [n]
     chosen = logits[np.arange(len(targets)), targets]  # [n, n_vocab] -> [n]
-    return highest + np.log(total.astype(np.float64)) - chosen
+    return (highest - chosen).astype(np.float64) + np.log(total.astype(np.float64))
 
 
 def text_losses(tokens, params, n_head):
@@ -38,8 +40,14 @@ def text_losses(tokens, params, n_head):
         while end < len(window) - 1:
             n_past, end = end, min(end + PIECE, len(window) - 1)
             logits, kvcache = gpt2(window[:end], **params, n_head=n_head, kvcache=kvcache)  # [end - n_past, n_vocab]
+            finite(logits, layers(window[:end], **params, n_head=n_head))
             yield token_losses(logits, window[n_past + 1 : end + 1])
         n_done = start + len(window)
+
+
+def perplexity(loss):
+    """e^loss in writing; a float ends at e^709."""
+    return f"{math.exp(loss):.2f}" if loss < 700 else f"10^{loss / math.log(10):.0f}"
 
 
 def main(file: str, model_size: str = None, models_dir: str = None):
@@ -47,20 +55,21 @@ def main(file: str, model_size: str = None, models_dir: str = None):
 
     Documents in the file may be separated by lines <|endoftext|>; these count as tokens to predict, not as bytes.
     """
-    documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_text(file), flags=re.M) if text]
+    documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_input(file), flags=re.M) if text]
     n_bytes = sum(len(text.encode()) for text in documents)
     if n_bytes == 0:
         raise ValueError(f"{file} holds no text")
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    tokens = [encoder.end_of_text]
+    first, *_ = encoder.encode_prompt("")
+    tokens = [first]
     for text in documents:
-        tokens += [*encoder.encode(text), encoder.end_of_text]
+        tokens += [*encoder.encode(text), first]
     if len(documents) == 1:  # a text alone has no separator that would be its last token
         tokens.pop()
     n = len(tokens) - 1
     losses = itertools.chain.from_iterable(text_losses(tokens, params, hparams["n_head"]))
-    nats = math.fsum(progress(losses, n, "token"))
-    print(f"{nats / math.log(2) / n_bytes:.4f} bits per byte, perplexity {math.exp(nats / n):.2f} per token")
+    nats = math.fsum(with_bar(losses, n, "token"))
+    print(f"{nats / math.log(2) / n_bytes:.4f} bits per byte, perplexity {perplexity(nats / n)} per token")
     print(f"({n} tokens, {n_bytes} bytes, documents: {len(documents)})")
 
 

@@ -1,8 +1,8 @@
 """GPT-2 in NumPy: the forward pass, and text from it one token at a time. No cache: every step runs the whole sequence.
 
 gpt2_kvcache.py does the same with a cache; the difference between the two files is what a KV cache is.
-Shapes: n_seq tokens, n_embd channels, n_head heads of d_head = n_embd / n_head channels. All arrays are float32.
-The functions never change their arguments and use no NumPy feature that jax.numpy lacks.
+Shapes: n_seq tokens, n_embd channels, n_head heads of d_head = n_embd / n_head channels, all float32. No function
+changes its arguments or uses what jax.numpy lacks.
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019).
 """
 
@@ -10,20 +10,12 @@ import math
 
 import numpy as np
 
-from sampling import at_least, greedy, sampler
+from sampling import at_least, checked_tokens, finite, greedy, is_end, sampler
 
 
 def gelu(x):
-    """0.5 x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))): Hendrycks & Gimpel's tanh form (arXiv 1606.08415)."""
-    u = x * x  # no power call, which is slow, and few temporaries
-    u *= math.sqrt(2 / math.pi) * 0.044715
-    u += math.sqrt(2 / math.pi)
-    u *= x
-    y = np.tanh(u)
-    y += 1
-    y *= x
-    y *= 0.5
-    return y
+    """Hendrycks & Gimpel's tanh form (arXiv 1606.08415)."""
+    return x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))) / 2
 
 
 def softmax(x):
@@ -34,19 +26,12 @@ def softmax(x):
 
 def layer_norm(x, g, b, eps=1e-5):
     """Each position to mean 0 and variance 1 along its channels, then scaled by g and shifted by b."""
-    n_embd = x.shape[-1]
-    x = x - x.sum(axis=-1, keepdims=True) / n_embd
-    variance = np.vecdot(x, x)[..., None] / n_embd  # [n_seq, 1]
-    x /= np.sqrt(variance + eps)
-    x *= g
-    x += b
-    return x
+    mean, variance = x.mean(axis=-1, keepdims=True), x.var(axis=-1, keepdims=True)  # 2 of [n_seq, 1]
+    return g * (x - mean) / np.sqrt(variance + eps) + b
 
 
 def linear(x, w, b):
-    y = x @ w  # [n_seq, n_in] @ [n_in, n_out] -> [n_seq, n_out]
-    y += b
-    return y
+    return x @ w + b  # [n_seq, n_in] @ [n_in, n_out] -> [n_seq, n_out]
 
 
 def ffn(x, c_fc, c_proj):
@@ -55,33 +40,25 @@ def ffn(x, c_fc, c_proj):
 
 def split_heads(x, n_head):
     """Queries, keys and values of all heads, from the output of c_attn."""
-    x = x.reshape(x.shape[0], 3, n_head, -1)  # [n_seq, 3*n_embd] -> [n_seq, 3, n_head, d_head]
-    return x.transpose(1, 2, 0, 3)  # [n_seq, 3, n_head, d_head] -> [3, n_head, n_seq, d_head]
+    return x.reshape(len(x), 3, n_head, -1).transpose(1, 2, 0, 3)  # [n_seq, 3*n_embd] -> [3, n_head, n_seq, d_head]
 
 
 def merge_heads(x):
-    x = x.transpose(1, 0, 2)  # [n_head, n_seq, d_head] -> [n_seq, n_head, d_head]
-    n_seq, n_head, d_head = x.shape
-    return x.reshape(n_seq, n_head * d_head)  # [n_seq, n_head, d_head] -> [n_seq, n_embd]
+    n_head, n_seq, d_head = x.shape
+    return x.transpose(1, 0, 2).reshape(n_seq, n_head * d_head)  # [n_head, n_seq, d_head] -> [n_seq, n_embd]
 
 
-def attention(q, k, v, mask=None):
-    """All heads at once. q: [n_head, n_q, d_head], k and v: [n_head, n_k, d_head] -> [n_head, n_q, d_head].
-
-    mask: [n_q, n_k] bool, True where query i may look at key j; None where every query may look at every key.
-    """
-    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(0, 2, 1)  # [n_head, n_q, n_k]
-    if mask is not None:
-        scores = np.where(mask, scores, -1e10)
+def attention(q, k, v, mask):
+    """q: [n_head, n_q, d_head], k, v: [n_head, n_k, d_head], mask: [n_q, n_k], -inf where q may not see k -> as q."""
+    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(0, 2, 1) + mask  # [n_head, n_q, n_k]
     return softmax(scores) @ v  # [n_head, n_q, n_k] @ [n_head, n_k, d_head] -> [n_head, n_q, d_head]
 
 
 def mha(x, c_attn, c_proj, n_head):
     """Multi-head attention, causal: position i looks at positions 0 ... i. x: [n_seq, n_embd] -> the same."""
     q, k, v = split_heads(linear(x, **c_attn), n_head)  # [n_seq, n_embd] -> 3 of [n_head, n_seq, d_head]
-    causal_mask = np.tri(len(x), dtype=bool)  # [n_seq, n_seq]
-    heads = attention(q, k, v, causal_mask)  # [n_head, n_seq, d_head]
-    return linear(merge_heads(heads), **c_proj)  # [n_head, n_seq, d_head] -> [n_seq, n_embd]
+    causal_mask = np.triu(np.full((len(x), len(x)), -np.inf, x.dtype), 1)  # [n_seq, n_seq], 0 up to the diagonal
+    return linear(merge_heads(attention(q, k, v, causal_mask)), **c_proj)  # [n_head, n_seq, d_head] -> [n_seq, n_embd]
 
 
 def transformer_block(x, mlp, attn, ln_1, ln_2, n_head):
@@ -91,11 +68,19 @@ def transformer_block(x, mlp, attn, ln_1, ln_2, n_head):
 
 def gpt2(inputs, wte, wpe, blocks, ln_f, n_head):
     """Logits of the token after each position. inputs: n_seq <= n_ctx token ids -> [n_seq, n_vocab] float32."""
-    inputs = np.asarray(inputs)
-    x = wte[inputs] + wpe[: len(inputs)]  # [n_seq] -> [n_seq, n_embd]
+    x = wte[np.asarray(inputs)] + wpe[: len(inputs)]  # [n_seq] -> [n_seq, n_embd]
     for block in blocks:
         x = transformer_block(x, **block, n_head=n_head)
     return layer_norm(x, **ln_f) @ wte.T  # [n_seq, n_embd] -> [n_seq, n_vocab]
+
+
+def layers(inputs, wte, wpe, blocks, ln_f, n_head):
+    """Yields (name, rows [n_seq, n_embd]) on the way through gpt2: to look inside, or for where a NaN comes from."""
+    yield "wte and wpe", (x := wte[np.asarray(inputs)] + wpe[: len(inputs)])
+    for i, block in enumerate(blocks):
+        yield f"block {i}, attn", (x := x + mha(layer_norm(x, **block["ln_1"]), **block["attn"], n_head=n_head))
+        yield f"block {i}, mlp", (x := x + ffn(layer_norm(x, **block["ln_2"]), **block["mlp"]))
+    yield "ln_f", layer_norm(x, **ln_f)
 
 
 def window_start(n_seq, n_ctx):
@@ -104,18 +89,13 @@ def window_start(n_seq, n_ctx):
     return max(0, math.ceil((n_seq - n_ctx) / half) * half)
 
 
-def is_end(token, end_of_text):
-    """Whether a text ends before this token. end_of_text: an id, a tuple of ids, or None if it never does."""
-    return token in end_of_text if isinstance(end_of_text, tuple) else token == end_of_text
-
-
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None):
-    """Yields n_tokens_to_generate new ids, or those before end_of_text. pick: logits [n_vocab] -> id (sampling.py)."""
-    tokens = list(inputs)
+    """Yields new ids, n_tokens_to_generate or those before end_of_text (an id or a tuple). pick: [n_vocab] -> id."""
+    tokens = checked_tokens(inputs, len(params["wte"]))
     for _ in range(n_tokens_to_generate):
         window = tokens[window_start(len(tokens), len(params["wpe"])) :]
-        logits = gpt2(window, **params, n_head=n_head)  # [n_seq] -> [n_seq, n_vocab]
-        token = pick(logits[-1])
+        logits = gpt2(window, **params, n_head=n_head)[-1]  # [n_seq] -> [n_seq, n_vocab] -> [n_vocab]
+        token = pick(finite(logits, layers(window, **params, n_head=n_head)))
         if is_end(token, end_of_text):
             return
         tokens.append(token)

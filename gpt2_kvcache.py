@@ -2,16 +2,15 @@
 
 A cache is a plain value (kvcache.py): a list with one entry per block. It goes into a call and a longer one comes out;
 the one that went in stays what it was. What isn't defined here computes what gpt2.py's functions of the same name do
-(fast.py has some of them in a faster form).
-docs/kv_cache.md tells the story.
+(fast.py has some of them in a faster form). docs/kv_cache.md tells the story.
 """
 
 import numpy as np
 
-from fast import causal_attention, ffn, linear, to_vocabulary
-from gpt2 import is_end, layer_norm, merge_heads, split_heads, window_start
+from fast import causal_attention, ffn, layer_norm, linear, to_vocabulary
+from gpt2 import layers, merge_heads, split_heads, window_start
 from kvcache import cached_length, check, empty_cache, empty_entry, extend
-from sampling import at_least, greedy, sampler
+from sampling import at_least, checked_tokens, finite, greedy, is_end, sampler
 
 PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, "A prompt in pieces")
 
@@ -23,12 +22,10 @@ def attend(qkv, n_head, kvcache=None, n_out=None):
     """
     qkv = split_heads(qkv, n_head)  # [n_new, 3*n_embd] -> [3, n_head, n_new, d_head]
     n_new, d_head = qkv.shape[2:]
-    if kvcache is None:
-        kvcache = empty_entry(n_head, d_head, n_room=n_new)
-    kvcache = extend(kvcache, qkv[1:])
+    kvcache = extend(kvcache or empty_entry(n_head, d_head, n_room=n_new), qkv[1:])
     q = qkv[0] if n_out is None else qkv[0, :, max(n_new - n_out, 0) :]  # [n_head, n_out, d_head]
-    k, v = kvcache[0]  # 2 of [n_head, n_past + n_new, d_head]
-    return merge_heads(causal_attention(q, k, v)), kvcache  # [n_head, n_out, d_head] -> [n_out, n_embd]
+    heads = causal_attention(q, *kvcache.kv)  # [n_head, n_out, d_head], 2 of [n_head, n_past + n_new, d_head] -> as q
+    return merge_heads(heads), kvcache  # [n_head, n_out, d_head] -> [n_out, n_embd]
 
 
 def mha(x, c_attn, c_proj, n_head, kvcache=None, n_out=None):
@@ -41,7 +38,7 @@ def mha(x, c_attn, c_proj, n_head, kvcache=None, n_out=None):
 def transformer_block(x, mlp, attn, ln_1, ln_2, n_head, kvcache=None, n_out=None):
     """x: [n_new, n_embd], one block's entry -> [n_out, n_embd], the longer entry.
 
-    n_out: how many of the last rows somebody reads; all n_new by default. Keys and values are kept of all of them.
+    Computes only the last n_out rows, all by default; keys and values are kept of all n_new.
     """
     attended, kvcache = mha(layer_norm(x, **ln_1), **attn, n_head=n_head, kvcache=kvcache, n_out=n_out)
     x = x[len(x) - len(attended) :] + attended  # [n_new, n_embd] -> [n_out, n_embd]
@@ -52,16 +49,14 @@ def gpt2(inputs, wte, wpe, blocks, ln_f, n_head, kvcache=None, n_logits=None):
     """Runs the tokens of inputs that the cache lacks. -> logits [n_out, n_vocab] float32, the cache of all inputs.
 
     inputs: the whole sequence, n_seq <= n_ctx token ids, of which the first n_past are cached (n_new = n_seq - n_past).
-    n_logits: how many of the last positions' logits somebody reads: n_out = min(n_logits, n_new), n_new by default. The
-    last block and the vocabulary run for these alone.
+    n_logits: compute only the last n_logits of the new logits, all by default. The last block and the vocabulary run
+    for these alone. ValueError where inputs, cache and weights don't go together.
     """
     check(inputs, wte, wpe, blocks, n_head, kvcache)
     n_past = cached_length(kvcache)
-    if kvcache is None:
-        kvcache = empty_cache(len(blocks), n_head, wte.shape[1] // n_head, len(wpe))
     x = wte[np.asarray(inputs[n_past:])] + wpe[n_past : len(inputs)]  # [n_new] -> [n_new, n_embd]
     longer = []
-    for block, entry in zip(blocks, kvcache, strict=True):
+    for block, entry in zip(blocks, kvcache or empty_cache(blocks, n_head, len(wpe)), strict=True):
         n_out = n_logits if len(longer) == len(blocks) - 1 else None
         x, entry = transformer_block(x, **block, n_head=n_head, kvcache=entry, n_out=n_out)
         longer.append(entry)
@@ -79,28 +74,26 @@ def prefill(inputs, params, n_head, kvcache=None, chunk=PREFILL_CHUNK):
     return logits[-1], kvcache  # [1, n_vocab] -> [n_vocab]
 
 
-def cache_with_room(n, params, n_head):
-    """A cache of 0 positions with room for n, the window at most."""
-    n_ctx, n_embd = params["wpe"].shape
-    return empty_cache(len(params["blocks"]), n_head, n_embd // n_head, min(n, n_ctx))
+def seen(tokens, kvcache, n_ctx):
+    """The part of the tokens that the model sees, and the cache if it is still of use, else None.
+
+    It is of none when the window has moved, to fewer tokens than were cached: each then stands at another position.
+    """
+    window = tokens[window_start(len(tokens), n_ctx) :]
+    return window, kvcache if cached_length(kvcache) < len(window) else None
 
 
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None, kvcache=None):
-    """Yields new token ids one by one; stops after n_tokens_to_generate, or before end_of_text.
+    """Yields new ids, n_tokens_to_generate or those before end_of_text (an id or a tuple). pick: [n_vocab] -> id.
 
-    pick: logits [n_vocab] -> token id (sampling.py). kvcache: of the first tokens of the window, all but the last at
-    most, if there is one; that it is theirs isn't checked.
+    kvcache: of the first tokens of the window, all but the last at most; that it is theirs isn't checked.
     """
-    tokens, n_ctx = list(inputs), len(params["wpe"])
-    start = window_start(len(tokens), n_ctx)
+    tokens, n_ctx = checked_tokens(inputs, len(params["wte"])), len(params["wpe"])
     for _ in range(n_tokens_to_generate):
-        if window_start(len(tokens), n_ctx) != start:  # every token moves to another position: all is to be run again
-            start, kvcache = window_start(len(tokens), n_ctx), None
-        window = tokens[start:]
-        if kvcache is None:
-            kvcache = cache_with_room(len(window) + n_tokens_to_generate, params, n_head)
-        logits, kvcache = prefill(window, params, n_head, kvcache)
-        token = pick(logits)
+        window, kvcache = seen(tokens, kvcache, n_ctx)
+        n_room = min(len(window) + n_tokens_to_generate, n_ctx)
+        logits, kvcache = prefill(window, params, n_head, kvcache or empty_cache(params["blocks"], n_head, n_room))
+        token = pick(finite(logits, layers(window, **params, n_head=n_head)))
         if is_end(token, end_of_text):
             return
         tokens.append(token)
@@ -133,11 +126,10 @@ def main(
     inputs = encoder.encode_prompt(prompt)
     n_head, kvcache = hparams["n_head"], None
     if prompt_cache is not None:
-        from prompt_cache import load_or_run
+        from prompt_cache import prefill_with_file  # here: an ordinary start needn't wait for it
 
-        kvcache = load_or_run(
-            prompt_cache, inputs[window_start(len(inputs), hparams["n_ctx"]) :], params, n_head, prefill
-        )
+        window, _ = seen(inputs, None, hparams["n_ctx"])
+        kvcache = prefill_with_file(prompt_cache, window, params, n_head, prefill)
     new = stream(inputs, params, n_head, n_tokens_to_generate, pick, encoder.end_of_text, kvcache)
     write_text(new, encoder, n_tokens_to_generate)
 

@@ -1,6 +1,7 @@
 """From logits to a token id: greedy, or drawn after temperature, top-k and top-p (in this order)."""
 
 import math
+import operator
 
 import numpy as np
 
@@ -109,3 +110,27 @@ def sampler(temperature=None, top_k=None, top_p=None, seed=None):
     check_settings(temperature, top_k, top_p, seed)
     to_probabilities, rng = chooser(temperature, top_k, top_p), np.random.default_rng(seed)
     return lambda logits: draw(to_probabilities(logits), rng)
+
+
+def checked_tokens(tokens, n_vocab):
+    """Ids, a list or an integer array, as a list of int; ValueError for none, and for one outside the vocabulary."""
+    if len(tokens) == 0:
+        raise ValueError("there are no tokens: an empty text begins with <|endoftext|>")
+    tokens = [operator.index(token) for token in tokens]
+    for token in tokens:
+        if not 0 <= token < n_vocab:  # NumPy would take -1 for the last one
+            raise ValueError(f"token id {token} is outside the vocabulary of {n_vocab}")
+    return tokens
+
+
+def finite(logits, layers):
+    """The logits; FloatingPointError, naming where it begins, if they aren't all numbers. layers: see gpt2.layers."""
+    if not math.isfinite(logits.max() - logits.min()):
+        where = next((name for name, rows in layers if not np.isfinite(rows).all()), "the product with wte")
+        raise FloatingPointError(f"the model computes NaN or infinity, first in {where}; did its training diverge?")
+    return logits
+
+
+def is_end(token, end_of_text):
+    """Whether a text ends at this token. end_of_text: an id, a tuple of ids, or None for a text without an end."""
+    return token in end_of_text if isinstance(end_of_text, tuple) else token == end_of_text

@@ -9,13 +9,15 @@ lookup is Apoorv Saxena's (2023).
 
 import sys
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
-from gpt2 import is_end, window_start
-from gpt2_kvcache import gpt2, prefill
+from gpt2 import layers
+from gpt2_kvcache import gpt2, prefill, seen
 from kvcache import cached_length, truncate
-from sampling import at_least, check_settings, chooser, draw, greedy, sampler
+from sampling import at_least, check_settings, checked_tokens, chooser, draw, finite, greedy, is_end, sampler
 
 # What a pass over so many tokens costs, in passes over one: 124M's shape, 256 tokens cached, two cores, NumPy 2.4's
 # OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the
@@ -23,8 +25,24 @@ from sampling import at_least, check_settings, chooser, draw, greedy, sampler
 COST_TOKENS = (1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 24, 32)
 COST = (1.0, 2.14, 2.37, 2.82, 2.91, 2.55, 2.85, 3.6, 3.0, 3.42, 3.75, 4.13)
 LONGEST_NGRAM, SHORTEST_NGRAM = 6, 2
-MEMORY = 0.85  # how much of the estimated acceptance stays when a new observation comes in
-PROBE = 64  # after so many passes without a guess, one is tried where guesses cost something
+KEPT = 0.85  # how much of the estimated acceptance stays when a guess has held or not
+IDLE_PASSES = 64  # after so many passes without a guess, one is tried where guesses cost something
+
+
+class Guesser(NamedTuple):
+    """Where guesses come from, and which of them hold."""
+
+    propose: Callable  # (tokens, start of the window, n, state) -> at most n guessed ids, state
+    verify: Callable  # (logits [n_guessed + 1, n_vocab], guessed ids, state) -> the ids that hold and one more, state
+    n_weights: int  # how many weights one guess reads
+
+
+class Pass(NamedTuple):
+    """What one pass of the model over several tokens gave."""
+
+    tokens: list  # new ids, none after the text's end
+    n_guessed: int
+    n_accepted: int
 
 
 def lookup(tokens, n):
@@ -47,6 +65,12 @@ def lookup(tokens, n):
     return [period[i % len(period)] for i in range(n)] if period else []
 
 
+def n_weights(params):
+    """The number of weights that a pass reads: all but wpe, of which it reads a row."""
+    layers = (layer for block in params["blocks"] for part in ("attn", "mlp") for layer in block[part].values())
+    return params["wte"].size + sum(layer["w"].size for layer in layers)
+
+
 def how_many(acceptance, n_most, cost_of_a_guess=0.0):
     """The number of guesses, 0 to n_most, that promises most tokens per time.
 
@@ -58,8 +82,23 @@ def how_many(acceptance, n_most, cost_of_a_guess=0.0):
     return int((tokens / (np.interp(k + 1, COST_TOKENS, COST) + k * cost_of_a_guess)).argmax())
 
 
+def how_many_to_propose(acceptance, n_most, price, n_idle):
+    """All where guesses cost nothing: those that aren't run teach, too. Else those that pay, and one now and then."""
+    if price == 0:
+        return max(n_most, 1)
+    k = how_many(acceptance, n_most, price)
+    return min(n_most, 1) if k == 0 and n_idle >= IDLE_PASSES else k
+
+
+def learned(acceptance, guess, new):
+    """The estimated share of guesses that hold, after these ids came where those were guessed."""
+    for guessed, token in zip(guess, new, strict=False):
+        acceptance = KEPT * acceptance + (1 - KEPT) * (guessed == token)
+    return acceptance
+
+
 def by_lookup(pick=greedy):
-    """propose and verify, as `stream` wants them, for guesses out of the text itself.
+    """The Guesser that looks in the text itself.
 
     Each id is pick's own choice, in the usual order; a guess only decides whether its logits are there already. So the
     text is that of gpt2_kvcache.stream, token for token, sampled or greedy.
@@ -75,11 +114,11 @@ def by_lookup(pick=greedy):
             if i == len(guess) or new[-1] != guess[i]:
                 return new, None
 
-    return propose, verify
+    return Guesser(propose, verify, 0)
 
 
 def by_draft(params, n_head, to_distribution, rng):
-    """propose and verify for guesses of a draft model, whose weights these are.
+    """The Guesser that asks a draft model, whose weights these are.
 
     to_distribution: logits [n_vocab] -> probabilities [n_vocab]; rng: a numpy.random.Generator. A state is the draft's
     window start, its cache, and the distribution that it drew each guess from.
@@ -88,72 +127,70 @@ def by_draft(params, n_head, to_distribution, rng):
     def propose(tokens, start, n, state):
         old_start, kvcache, _ = state or (start, None, None)
         window, guess, drawn_from = tokens[start:], [], []
-        kvcache = (
-            truncate(kvcache, min(cached_length(kvcache), len(window) - 1)) if start == old_start and kvcache else None
-        )
+        n_kept = min(cached_length(kvcache), len(window) - 1)
+        kvcache = truncate(kvcache, n_kept) if kvcache and start == old_start else None
         for _ in range(n):
             logits, kvcache = prefill(window + guess, params, n_head, kvcache)
             drawn_from.append(to_distribution(logits))
             guess.append(draw(drawn_from[-1], rng))
         return guess, (start, kvcache, drawn_from)
 
-    def chosen(rows, guess, drawn_from):
-        """The guesses that hold and one id more. rows: [n_guess + 1, n_vocab], drawn_from: a list of [n_vocab]."""
-        for i, token in enumerate(guess):
-            q = drawn_from[i]  # [n_vocab]
-            p = to_distribution(rows[i])  # [n_vocab]
-            if rng.random() * q[token] >= p[token]:  # accepted with probability min(1, p / q)
-                rest = np.maximum(p - q, 0)  # what q proposes too seldom; drawn from it, the token is as if from p
-                return [*guess[:i], draw(rest / rest.sum(), rng)]
-        return [*guess, draw(to_distribution(rows[len(guess)]), rng)]
-
     def verify(rows, guess, state):
         start, kvcache, drawn_from = state or (None, None, [])
-        new = chosen(rows, guess, drawn_from)
+        new = accepted(rows, guess, drawn_from, to_distribution, rng)
         if drawn_from:  # the cache holds all that was proposed but the last: it keeps what held
             n = cached_length(kvcache)
             state = (start, truncate(kvcache, min(n, n - len(drawn_from) + len(new))), [])
         return new, state
 
-    return propose, verify
+    return Guesser(propose, verify, n_weights(params))
 
 
-def stream(
-    inputs, params, n_head, n_tokens_to_generate, propose, verify, end_of_text=None, guesses=15, price=0.0, counts=None
-):
-    """Yields new ids as gpt2_kvcache.stream does, several a pass where guesses hold.
+def accepted(rows, guess, drawn_from, to_distribution, rng):
+    """The guesses that hold and one id more, distributed as the model's own choices (Leviathan et al., theorem 1).
 
-    propose(tokens, start, n, state) -> up to n guessed ids, state. verify(logits [n_guess + 1, n_vocab], guess, state)
-    -> the guesses that hold and one id of the model's own, state. start is the place where the window begins.
-    guesses: how many at most; fewer or none are run while few are accepted. price: what one guess costs, in passes of
-    the model over one token. counts: a dict that receives the numbers of "guessed" and "accepted" tokens.
+    rows: the model's logits [n_guess + 1, n_vocab]; drawn_from: the distribution [n_vocab] that each guess is from.
     """
-    tokens, n_ctx, n_end = list(inputs), len(params["wpe"]), len(inputs) + n_tokens_to_generate
-    start, kvcache, state, acceptance, n_idle = window_start(len(tokens), n_ctx), None, None, 0.8, 0
+    for i, (token, q) in enumerate(zip(guess, drawn_from, strict=False)):  # perhaps only the first guesses were run
+        p = to_distribution(rows[i])  # [n_vocab]
+        if rng.random() * q[token] >= p[token]:  # accepted with probability min(1, p / q)
+            rest = np.maximum(p - q, 0)  # what q proposes too seldom; drawn from it, the token is as if from p
+            return [*guess[:i], draw(rest / rest.sum(), rng)]
+    return [*guess, draw(to_distribution(rows[len(guess)]), rng)]
+
+
+def passes(inputs, params, n_head, n_tokens_to_generate, guesser, end_of_text=None, n_guesses=15):
+    """Yields a Pass for each time that the weights are read, n_tokens_to_generate tokens in all or up to end_of_text.
+
+    end_of_text: an id, a tuple of ids, or None. n_guesses: how many tokens to guess at most.
+    """
+    tokens, n_ctx, n_end = checked_tokens(inputs, len(params["wte"])), len(params["wpe"]), len(inputs)
+    n_end += n_tokens_to_generate
+    price = guesser.n_weights / n_weights(params)  # of a guess, in passes of the model over one token
+    kvcache, state, acceptance, n_idle = None, None, 0.8, 0
     while len(tokens) < n_end:
-        if window_start(len(tokens), n_ctx) != start:
-            start, kvcache = window_start(len(tokens), n_ctx), None
-        n_most = min(guesses, n_ctx - (len(tokens) - start), n_end - len(tokens) - 1)
-        k, guess = how_many(acceptance, n_most, price), []
-        n_idle = 0 if k else n_idle + 1
-        if price == 0:
-            guess, state = propose(tokens, start, max(n_most, 1), state)
-            k = how_many(acceptance, min(len(guess), n_most))
-        elif k or (n_idle >= PROBE and n_most):  # guesses that nobody makes teach nothing: one is tried now and then
-            k, n_idle = max(k, 1), 0
-            guess, state = propose(tokens, start, k, state)
-        rows, kvcache = run_ahead(tokens[start:], guess[:k], params, n_head, kvcache)
-        new, state = verify(rows, guess[:k], state)
-        n_held = len(new) - 1
-        for i in range(min(max(k, 1), len(guess), n_held + 1)):  # free guesses teach even where none was run
-            acceptance = MEMORY * acceptance + (1 - MEMORY) * (guess[i] == new[i])
-        kvcache = truncate(kvcache, len(tokens) - start + n_held)
-        count(counts, guessed=min(k, len(guess)), accepted=n_held)
-        for token in new:
-            if is_end(token, end_of_text):
-                return
-            tokens.append(token)
-            yield token
+        window, kvcache = seen(tokens, kvcache, n_ctx)
+        n_most = min(n_guesses, n_ctx - len(window), n_end - len(tokens) - 1)
+        n, guess = how_many_to_propose(acceptance, n_most, price, n_idle), []
+        if n:
+            guess, state = guesser.propose(tokens, len(tokens) - len(window), n, state)
+        n_idle = 0 if guess else n_idle + 1
+        run = guess[: how_many(acceptance, min(len(guess), n_most))] if price == 0 else guess
+        rows, kvcache = run_ahead(window, run, params, n_head, kvcache)
+        new, state = guesser.verify(rows, run, state)
+        acceptance = learned(acceptance, guess[: max(len(run), 1)], new)
+        kvcache = truncate(kvcache, len(window) + len(new) - 1)
+        n_text = next((i for i, token in enumerate(new) if is_end(token, end_of_text)), len(new))
+        yield Pass(new[:n_text], len(run), len(new) - 1)
+        if n_text < len(new):
+            return
+        tokens += new
+
+
+def stream(inputs, params, n_head, n_tokens_to_generate, guesser, end_of_text=None, n_guesses=15):
+    """Yields new ids one by one; arguments as in passes."""
+    for one in passes(inputs, params, n_head, n_tokens_to_generate, guesser, end_of_text, n_guesses):
+        yield from one.tokens
 
 
 def run_ahead(window, guess, params, n_head, kvcache):
@@ -163,12 +200,8 @@ def run_ahead(window, guess, params, n_head, kvcache):
     """
     if cached_length(kvcache) < len(window) - 1:  # a prompt, or a window that moved
         _, kvcache = prefill(window[:-1], params, n_head, kvcache)
-    return gpt2(window + guess, **params, n_head=n_head, kvcache=kvcache)
-
-
-def count(counts, **numbers):
-    for name, n in numbers.items() if counts is not None else ():
-        counts[name] = counts.get(name, 0) + n
+    rows, kvcache = gpt2(window + guess, **params, n_head=n_head, kvcache=kvcache)
+    return finite(rows, layers(window + guess, **params, n_head=n_head)), kvcache
 
 
 def check_draft(params, draft, n_needed):
@@ -181,13 +214,6 @@ def check_draft(params, draft, n_needed):
     window = min(len(params["wpe"]), n_needed)
     if len(draft["wpe"]) < window:
         raise ValueError(f"the draft's window has {len(draft['wpe'])} tokens, {window} are needed")
-
-
-def n_weights(params):
-    """The number of weights that a pass reads: all but wpe, of which it reads a row."""
-    return sum(layer["w"].size for b in params["blocks"] for part in ("attn", "mlp") for layer in b[part].values()) + (
-        params["wte"].size
-    )
 
 
 def main(
@@ -210,33 +236,29 @@ def main(
     at_least(1, guesses=guesses)
     check_settings(temperature, top_k, top_p, seed)
     encoder, hparams, params = load_encoder_hparams_and_params(model_size, models_dir)
-    inputs, price, counts = encoder.encode_prompt(prompt), 0.0, {}
+    inputs, made = encoder.encode_prompt(prompt), []
     if draft_model_size is None:
-        propose, verify = by_lookup(sampler(temperature, top_k, top_p, seed))
+        guesser = by_lookup(sampler(temperature, top_k, top_p, seed))
     else:
         draft_encoder, draft_hparams, draft = load_encoder_hparams_and_params(draft_model_size, models_dir)
         check_draft(params, draft, len(inputs) + n_tokens_to_generate)
         if draft_encoder.encoder != encoder.encoder:
             raise ValueError(f"the draft {draft_model_size} has another vocabulary than the model")
-        price = n_weights(draft) / n_weights(params)
         to_distribution = chooser(temperature, top_k, top_p)
-        propose, verify = by_draft(draft, draft_hparams["n_head"], to_distribution, np.random.default_rng(seed))
-    new = stream(
-        inputs,
-        params,
-        hparams["n_head"],
-        n_tokens_to_generate,
-        propose,
-        verify,
-        encoder.end_of_text,
-        guesses,
-        price,
-        counts,
-    )
+        guesser = by_draft(draft, draft_hparams["n_head"], to_distribution, np.random.default_rng(seed))
+
+    def new():
+        for one in passes(
+            inputs, params, hparams["n_head"], n_tokens_to_generate, guesser, encoder.end_of_text, guesses
+        ):
+            made.append(one)
+            yield from one.tokens
+
     start = time.perf_counter()
-    n = write_text(new, encoder, n_tokens_to_generate)
-    rate, guessed = n / (time.perf_counter() - start), counts.get("guessed", 0)
-    print(f"{rate:.1f} tokens a second; {counts.get('accepted', 0)} of {guessed} guesses accepted", file=sys.stderr)
+    n = write_text(new(), encoder, n_tokens_to_generate)
+    rate, n_guessed = n / (time.perf_counter() - start), sum(one.n_guessed for one in made)
+    n_accepted = sum(one.n_accepted for one in made)
+    print(f"{rate:.1f} tokens a second; {n_accepted} of {n_guessed} guesses accepted", file=sys.stderr)
 
 
 if __name__ == "__main__":

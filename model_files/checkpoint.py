@@ -1,10 +1,10 @@
 """TensorFlow's V2 checkpoints, read with NumPy alone; arrays are views of a memory map, so loading takes milliseconds.
 
-A model directory holds `checkpoint`, a text file that names a prefix; `<prefix>.index`, a table from the variables'
-names to type, shape and place; and `<prefix>.data-?????-of-?????`, one or more shards with the variables' bytes.
+A model directory holds `checkpoint`, a text file that names a prefix; `<prefix>.index`, a table that gives each
+variable's type, shape and place; and `<prefix>.data-?????-of-?????`, one or more shards with the variables' bytes.
 Formats: LevelDB's doc/table_format.md; TensorFlow's tensor_bundle.proto, tensor_shape.proto and types.proto.
 
-Nothing in the files is trusted: whatever isn't as it should be raises DamagedFile, after little time and memory.
+Nothing in the files is trusted: whatever isn't as it should be raises DamagedFile, at little cost in time and memory.
 """
 
 import math
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from errors import DamagedFile
-from model_files.crc32c import crc32c
-from model_files.leveldb_table import masked, read_table, varints
+from model_files.crc32c import crc32c, masked
+from model_files.leveldb_table import read_table, varints
 
 # The largest GPT-2 has 580 variables and an index of 20 kB: these limits only keep a hostile index cheap.
 MAX_INDEX_BYTES, MAX_DIMENSIONS = 256 * 1024, 32
@@ -55,9 +55,13 @@ def find_prefix(model_dir):
     if not parts[-1] or ".." in parts:
         raise DamagedFile(f"{path} doesn't name a checkpoint in its directory (model_checkpoint_path)")
     for prefix in (Path(model_dir) / named, Path(model_dir) / parts[-1]):
-        if Path(f"{prefix}.index").is_file():
+        if index_of(prefix).is_file():
             return prefix
     raise FileNotFoundError(f"{path} names {named!r}, but there is no {parts[-1] + '.index'!r} beside it")
+
+
+def index_of(prefix):
+    return Path(f"{prefix}.index")
 
 
 def _read(path):
@@ -116,12 +120,11 @@ def _stored(dtype):
     return np.dtype("uint16" if dtype == "bfloat16" else dtype).newbyteorder("<")
 
 
-def read_index(prefix):
-    """The dict name -> Entry of all variables, in the order of the file. Doesn't look at the data files.
+def read_index(path):
+    """The dict name -> Entry of all variables in an index (a Path), in its order. Doesn't look at the data files.
 
-    Raises DamagedFile unless its check sums are right, sizes fit shapes and no variables overlap; else OSError.
+    Raises DamagedFile unless check sums are right, sizes fit shapes and no variables overlap; OSError if it is missing.
     """
-    path = Path(f"{prefix}.index")
     entries, where = {}, path
     try:
         (key, value), *pairs = read_table(_read(path)) or [(None, b"")]
@@ -157,7 +160,7 @@ def load_variables(prefix, names=None):
     Values are tf.train.load_variable's, bit for bit; NumPy lacks bfloat16, so there its bits come as uint16.
     Raises ValueError for a name that the checkpoint lacks, OSError for files that are missing or damaged.
     """
-    entries = read_index(prefix)
+    entries = read_index(index_of(prefix))
     names = list(entries if names is None else names)
     for name in names:
         if name not in entries:
@@ -172,7 +175,7 @@ def load_weights(model_dir):
     the file, or copies where `widen` makes them. Raises OSError, DamagedFile for any other type than its three.
     """
     prefix = find_prefix(model_dir)
-    entries = read_index(prefix)
+    entries = read_index(index_of(prefix))
     # A variable inside another, such as model/wte/Adam in model/wte, is what an optimizer keeps about it.
     names = [name for name in entries if name.startswith("model/") and name.rpartition("/")[0] not in entries]
     if not names:
@@ -188,28 +191,32 @@ def load_weights(model_dir):
     return weights
 
 
-def check_crc(prefix, progress=None):
-    """Compare every variable's bytes with its check sum in the index; raises DamagedFile at the first that differs.
+def check_crc(index, data, on_bytes=None):
+    """Compares every variable's bytes with its check sum in the index; raises DamagedFile at the first that differs.
 
-    `progress(n)` is called after each n bytes read, at most 4 MB, which is also about the memory that it takes.
+    index: its Path. data: the Paths of its shards, in their order. on_bytes(n) is called after each n bytes that are
+    read, at most 4 MB, which is also about the memory that it takes.
     """
-    entries = read_index(prefix)
-    files = _data_files(prefix, entries, entries)
+    entries = read_index(index)
+    files = dict(zip(sorted(shard_sizes(entries)), data, strict=True))
+    _check_files(index, entries, entries, files)
     for name, entry in entries.items():
         crc, n_left = 0, entry.size
         with files[entry.shard].open("rb") as file:
             file.seek(entry.offset)
             while n_left and (part := file.read(min(n_left, 4 * 1024 * 1024))):
                 crc, n_left = crc32c(part, crc), n_left - len(part)
-                if progress:
-                    progress(len(part))
+                if on_bytes:
+                    on_bytes(len(part))
         if masked(crc) != entry.crc32c:
             raise DamagedFile(f"{files[entry.shard]}: variable {name!r} doesn't match its check sum")
 
 
 def _arrays(prefix, entries, names):
     """The dict name -> read-only view of its bytes, for some of an index's entries."""
-    maps = {shard: map_file(path) for shard, path in _data_files(prefix, entries, names).items()}
+    files = {shard: Path(f"{prefix}.{shard}") for shard in {entries[name].shard for name in names}}
+    _check_files(index_of(prefix), entries, names, files)
+    maps = {shard: map_file(path) for shard, path in files.items()}
     arrays = {}
     for name in names:
         dtype, shape, shard, offset, size, _ = entries[name]
@@ -237,14 +244,14 @@ def widen(array, dtype):
     return array
 
 
-def _data_files(prefix, entries, names):
-    """The dict shard -> path of the files that hold these variables, once types and lengths are found right."""
+def _check_files(index, entries, names, files):
+    """OSError unless the named variables have types that can be read, and files (shard -> Path) of the right length."""
     for name in names:
         if entries[name].dtype not in DTYPES.values():
-            raise DamagedFile(f"{prefix}.index: variable {name!r} is of {entries[name].dtype}, which isn't supported")
-    sizes, files = shard_sizes(entries), {}
+            raise DamagedFile(f"{index}: variable {name!r} is of {entries[name].dtype}, which isn't supported")
+    sizes = shard_sizes(entries)
     for shard, name in {entries[name].shard: name for name in names}.items():
-        path = files[shard] = Path(f"{prefix}.{shard}")
+        path = files[shard]
         if not path.is_file():
             raise FileNotFoundError(f"{path}, which holds variable {name!r}, is missing")
         n_bytes = path.stat().st_size
@@ -252,4 +259,3 @@ def _data_files(prefix, entries, names):
             last = max((e.offset + e.size, name) for name, e in entries.items() if e.shard == shard)[1]
             where = f"{path} has {n_bytes} bytes, but its last variable {last!r} ends at {sizes[shard]}"
             raise DamagedFile(f"{where}: it is cut short or belongs to another checkpoint")
-    return files

@@ -2,8 +2,9 @@
 
 The idea. The 32-bit register of a CRC takes in a word by `register = after_zeros(register ^ word)`, where `after_zeros`
 is what 32 more zero bits make of a register. That map is linear over bits: the image of a word is the XOR of the images
-of its bits. So a message may be cut in two halves, and the first half, moved over the second by as many zero bits as
-the second has, XORed onto it: one message of half the length with the same CRC. All words are moved at once, by table.
+of its bits. So cut a message in two halves, let the first half run through as many zero bits as the second half has,
+and XOR the result onto the second half: one message of half the length with the same CRC. All words of a half run
+through the zero bits at once, by looking them up in tables.
 """
 
 from functools import cache
@@ -27,6 +28,11 @@ def crc32c(data, crc=0):
     for byte in data[words.size * 4 :]:
         register = _after_zeros(3, register ^ byte)
     return int(register) ^ 0xFFFFFFFF
+
+
+def masked(crc):
+    """A CRC as LevelDB stores it."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
 
 
 def _fold(words, register):

@@ -67,7 +67,7 @@ def download(size, models_dir, sha256=SHA256, pauses=PAUSES, timeout=TIMEOUT):
                         if name == DATA:
                             check_length(urls[DATA], lengths[DATA], folder)
                         fetch(session, urls[name], part, pauses, timeout, bar)
-                        check(part, name, sha256.get(name) or sha256.get(f"{size}/{name}"))
+                        verify_part(part, name, sha256.get(name) or sha256.get(f"{size}/{name}"))
                         os.replace(part, folder / name)
                     forget(part)
     with contextlib.suppress(OSError):  # Windows keeps a file that another process has open
@@ -140,34 +140,24 @@ def check_length(url, length, folder):
     """Refuses weights that don't fit their index before they are downloaded."""
     from model_files.checkpoint import read_index, shard_sizes
 
-    sizes = shard_sizes(read_index(folder / "model.ckpt"))
+    sizes = shard_sizes(read_index(folder / INDEX))
     if sizes != {DATA.removeprefix("model.ckpt."): length}:
         indexed = ", ".join(f"{shard} of {size:,} bytes" for shard, size in sizes.items())
         raise DamagedFile(f"{url} has {length:,} bytes, {folder / INDEX} asks for {indexed}")
 
 
-def check(part, name, sha256):
+def verify_part(part, name, sha256):
     """Throws the part away and raises DamagedFile unless it is what a file of that name should be."""
+    from model_files.checkpoint import check_crc
+
     try:
         if name == DATA:
-            check_weights(part)
+            check_crc(part.with_name(INDEX), [part])
         else:
             check_content(part, name, sha256)
     except DamagedFile as error:
         forget(part)
         raise DamagedFile(f"{error}; it is thrown away, the same command downloads it anew") from None
-
-
-def check_weights(part):
-    from model_files.checkpoint import check_crc
-
-    prefix = part.with_name("part-model.ckpt")
-    index = part.with_name(f"part-{INDEX}")  # beside the weights and with the same prefix: together, a checkpoint
-    shutil.copyfile(part.with_name(INDEX), index)
-    try:
-        check_crc(prefix)
-    finally:
-        index.unlink()
 
 
 def check_content(part, name, sha256):
@@ -186,4 +176,4 @@ def check_content(part, name, sha256):
         except (ValueError, RecursionError):
             raise DamagedFile(f"{part}: not JSON") from None
     if name == INDEX:
-        read_index(part.with_name("part-model.ckpt"))
+        read_index(part)

@@ -62,7 +62,7 @@ def fetch_once(session, url, part, timeout, bar):
     """
     import requests
 
-    n_held, whole, tag = progress(part)
+    n_held, whole, tag = resume_point(part)
     if n_held and n_held == whole:
         return
     headers = {"Range": f"bytes={n_held}-"} if n_held else {}
@@ -105,7 +105,7 @@ def etag_file(part):
     return part.with_name(part.name + ".etag")
 
 
-def progress(part):
+def resume_point(part):
     """(bytes that a part holds, bytes of the whole, tag of its version); (0, 0, "") if it can't be gone on from."""
     try:
         whole, tag = etag_file(part).read_text("latin-1").split("\n")
@@ -118,7 +118,7 @@ def progress(part):
 
 def held(part):
     """How many bytes of a part needn't be downloaded again."""
-    return progress(part)[0]
+    return resume_point(part)[0]
 
 
 def forget(part):

@@ -5,7 +5,7 @@ Format: LevelDB's doc/table_format.md. Nothing is trusted: ValueError says what 
 
 from itertools import pairwise
 
-from model_files.crc32c import crc32c
+from model_files.crc32c import crc32c, masked
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 MAX_BLOCKS, MAX_KEY_BYTES = 256, 1024  # far more than a GPT-2 needs, so that a hostile table of 256 kB costs little
@@ -14,8 +14,8 @@ MAX_BLOCKS, MAX_KEY_BYTES = 256, 1024  # far more than a GPT-2 needs, so that a 
 def read_table(table):
     """The (key, value) pairs in the bytes of a table, keys strictly ascending.
 
-    Its parts follow each other without a gap: data blocks; a block without use here; a block that lists the data
-    blocks; and a footer of 48 bytes that says where the last two are.
+    Its parts follow each other without a gap: data blocks; a block that isn't used here; a block that lists the data
+    blocks; and a footer of 48 bytes that says where the last two blocks are.
     """
     footer = table[-48:]
     if footer[-8:] != MAGIC:
@@ -64,15 +64,10 @@ def _block(table, offset, size):
     return pairs
 
 
-def masked(crc):
-    """A CRC as LevelDB stores it."""
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
 def varints(data, at, n):
-    """n numbers below 2**64 from data[at] on, seven bits a byte, the lowest first; and last, where they end.
+    """The n numbers that start at data[at], then where they end. Each is below 2**64, seven bits a byte, lowest first.
 
-    A number may not be longer than it needs to be: it would have changed bytes and the same value.
+    b"\\x07" is 7 and b"\\x87\\x01" is 128 + 7. A number in more bytes than it needs is refused: it is damaged.
     """
     numbers = []
     for _ in range(n):

@@ -33,16 +33,16 @@ def timed(function):
 for i, text in enumerate(PROMPTS[:50]):
     prompt = encoder.encode(text) or [end]
     expected, plain = timed(lambda p=prompt: gpt2_kvcache.generate(p, params, n_head, 300, greedy, end))
-    ways = {"lookup": speculative.by_lookup(), **{name: by_greedy_draft(d, n_head) for name, d in drafts(params)}}
+    ways = {name: by_greedy_draft(draft, n_head, params, 0.1) for name, draft in drafts(params)}
+    ways |= {"lookup": speculative.by_lookup()}
     for name, way in ways.items():
-        price = 0.0 if name == "lookup" else 0.1
         speculative.how_many = adaptive if name == "lookup" else lambda acceptance, n_most, price=0: min(n_most, 4)
-        counts, arguments = {}, (prompt, params, n_head, 300, *way, end)
-        new, seconds = timed(lambda a=arguments, c=counts, p=price: list(speculative.stream(*a, price=p, counts=c)))
+        made, seconds = timed(lambda p=prompt, way=way: list(speculative.passes(p, params, n_head, 300, way, end)))
+        new = [token for one in made for token in one.tokens]
         differ[name] += assert_same_greedy_text(prompt, new, expected, params, n_head)
         if i < 20:
-            held[name] += counts["accepted"]
-            guessed[name] += counts["guessed"]
+            held[name] += sum(one.n_accepted for one in made)
+            guessed[name] += sum(one.n_guessed for one in made)
             gains[name] += plain / seconds / 20
 for name in differ:
     print(

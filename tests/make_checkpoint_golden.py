@@ -40,18 +40,16 @@ def gpt2(n_vocab=11, n_ctx=6, n_embd=4, n_layer=2):
 
 def save(prefix, variables):
     names = sorted(variables)
-    tf.raw_ops.SaveV2(
-        prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=[variables[n] for n in names]
-    )
+    tensors = [variables[name] for name in names]
+    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=[""] * len(names), tensors=tensors)
 
 
 def finish(name, prefix):
     """Name the prefix in the file `checkpoint`, unless it has been, and write expected.npz."""
     folder = GOLDEN / name
     if not (folder / "checkpoint").exists():
-        (folder / "checkpoint").write_text(
-            f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
-        )
+        lines = f'model_checkpoint_path: "{prefix}"\nall_model_checkpoint_paths: "{prefix}"\n'
+        (folder / "checkpoint").write_text(lines)
     expected = {}
     for variable, _ in tf.train.list_variables(str(folder / prefix)):
         array = np.asarray(tf.train.load_variable(str(folder / prefix), variable))
@@ -125,12 +123,8 @@ def sliced():
     """A variable that is stored in two slices (a partitioned variable)."""
     prefix = str(GOLDEN / "sliced" / "model.ckpt")
     whole = normal(4, 3)
-    tf.raw_ops.SaveV2(
-        prefix=prefix,
-        tensor_names=["model/wte", "model/wte"],
-        shape_and_slices=["4 3 0,2:-", "4 3 2,2:-"],
-        tensors=[whole[:2], whole[2:]],
-    )
+    names, slices = ["model/wte", "model/wte"], ["4 3 0,2:-", "4 3 2,2:-"]
+    tf.raw_ops.SaveV2(prefix=prefix, tensor_names=names, shape_and_slices=slices, tensors=[whole[:2], whole[2:]])
     finish("sliced", "model.ckpt")
 
 

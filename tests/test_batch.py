@@ -90,7 +90,7 @@ def test_attention_for_one_token_of_each_is_that_of_each_alone():
 @pytest.mark.parametrize("join", [1, 2, 4, 100])
 def test_prompts_catch_up_alone_or_together_with_the_same_result(monkeypatch, join):
     expected = [gpt2.generate(p, PARAMS, N_HEAD, 30) for p in PROMPTS]
-    monkeypatch.setattr(batch, "JOIN", join)
+    monkeypatch.setattr(batch, "MOST_TOGETHER", join)
     assert list(batch.stream_batch([(p, greedy) for p in PROMPTS], PARAMS, N_HEAD, 30, batch_size=3)) == expected
 
 

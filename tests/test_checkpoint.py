@@ -13,6 +13,7 @@ from errors import DamagedFile
 from model_files.checkpoint import (
     check_crc,
     find_prefix,
+    index_of,
     load_variables,
     load_weights,
     map_file,
@@ -20,7 +21,7 @@ from model_files.checkpoint import (
     shard_sizes,
     widen,
 )
-from model_files.crc32c import crc32c
+from model_files.crc32c import crc32c, masked
 
 GOLDEN = Path(__file__).parent / "golden" / "checkpoints"
 DATA = "data-00000-of-00001"
@@ -75,9 +76,7 @@ def table(*blocks, compression=b"\0", restarts=bytes(4) + b"\1\0\0\0", padding=b
             block = [(b"k%03d" % i, handle) for i, handle in enumerate(handles[:-1])]
         block = (block if isinstance(block, bytes) else pairs_to_block(block)) + restarts
         handles.append(varint(len(content)) + varint(len(block)))
-        crc = crc32c(block + compression)
-        masked = ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-        content += block + compression + masked.to_bytes(4, "little")
+        content += block + compression + masked(crc32c(block + compression)).to_bytes(4, "little")
     content += gaps[1]
     return content + (handles[-2] + handles[-1]).ljust(40, padding) + bytes.fromhex("57fb808b247547db")
 
@@ -90,6 +89,10 @@ def write(folder, index, data=bytes(24)):
     (folder / "model.ckpt.index").write_bytes(index)
     (folder / f"model.ckpt.{DATA}").write_bytes(data)
     return folder / "model.ckpt"
+
+
+def data_files(folder):
+    return sorted(folder.glob("*.data-*"))
 
 
 def refused(folder, match, error=DamagedFile):
@@ -109,18 +112,16 @@ def test_variables_equal_tensorflows_bit_for_bit(name):
     prefix = find_prefix(GOLDEN / name)
     variables = load_variables(prefix)
     with np.load(GOLDEN / name / "expected.npz") as expected:
-        assert list(variables) == sorted(expected.files) == list(read_index(prefix))
+        assert list(variables) == sorted(expected.files) == list(read_index(index_of(prefix)))
         for variable, array in variables.items():
             assert array.dtype == expected[variable].dtype and array.shape == expected[variable].shape
             assert array.tobytes() == expected[variable].tobytes()
-    check_crc(prefix)
+    check_crc(index_of(prefix), data_files(GOLDEN / name))
 
 
 def test_named_variables_come_alone_in_the_order_asked_for():
-    assert list(load_variables(GOLDEN / "one_shard" / "model.ckpt", ["model/wte", "model/wpe"])) == [
-        "model/wte",
-        "model/wpe",
-    ]
+    names = ["model/wte", "model/wpe"]
+    assert list(load_variables(GOLDEN / "one_shard" / "model.ckpt", names)) == names
 
 
 def test_an_unknown_variable_is_a_value_error():
@@ -129,11 +130,8 @@ def test_an_unknown_variable_is_a_value_error():
 
 
 def test_arrays_are_read_only_plain_views_of_a_memory_map():
-    arrays = [
-        *load_variables(GOLDEN / "one_shard" / "model.ckpt").values(),
-        *load_weights(GOLDEN / "one_shard").values(),
-    ]
-    for array in arrays:
+    variables, weights = load_variables(GOLDEN / "one_shard" / "model.ckpt"), load_weights(GOLDEN / "one_shard")
+    for array in [*variables.values(), *weights.values()]:
         assert type(array) is np.ndarray and not array.flags.writeable
         while isinstance(array.base, np.ndarray):
             array = array.base
@@ -141,7 +139,7 @@ def test_arrays_are_read_only_plain_views_of_a_memory_map():
 
 
 def test_entries_tell_type_shape_and_place():
-    entries = read_index(GOLDEN / "two_shards" / "model.ckpt")
+    entries = read_index(GOLDEN / "two_shards" / "model.ckpt.index")
     assert entries["model/wte"][:3] == ("float32", (11, 4), "data-00001-of-00002")
     for shard, size in shard_sizes(entries).items():
         assert (GOLDEN / "two_shards" / f"model.ckpt.{shard}").stat().st_size == size
@@ -161,7 +159,9 @@ def test_a_matrix_of_one_row_keeps_its_row(tmp_path):
 
 
 def test_global_step_and_adams_slots_are_ignored():
-    assert {"global_step", "model/wte/Adam", "model/wte/Adam_1"} <= read_index(GOLDEN / "adam" / "model-1000").keys()
+    assert {"global_step", "model/wte/Adam", "model/wte/Adam_1"} <= read_index(
+        GOLDEN / "adam" / "model-1000.index"
+    ).keys()
     assert set(load_weights(GOLDEN / "adam")) == {"wte", "h0/attn/c_attn/w"}
 
 
@@ -222,9 +222,9 @@ def test_a_table_may_have_several_blocks(tmp_path):
 
 
 def test_progress_counts_every_byte():
-    counted = []
-    check_crc(GOLDEN / "two_shards" / "model.ckpt", counted.append)
-    assert sum(counted) == sum(shard_sizes(read_index(GOLDEN / "two_shards" / "model.ckpt")).values())
+    counted, index = [], GOLDEN / "two_shards" / "model.ckpt.index"
+    check_crc(index, data_files(index.parent), counted.append)
+    assert sum(counted) == sum(shard_sizes(read_index(index)).values())
 
 
 # Which checkpoint a directory holds.
@@ -305,7 +305,7 @@ def test_a_missing_shard_is_named(copy):
 @pytest.mark.parametrize("name", ["two_shards", "dtypes"])
 def test_an_index_cut_short_anywhere_is_refused(copy, name):
     folder = copy(name)
-    index = Path(f"{find_prefix(folder)}.index")
+    index = index_of(find_prefix(folder))
     content = index.read_bytes()
     for n_bytes in range(len(content)):
         index.write_bytes(content[:n_bytes])
@@ -335,13 +335,13 @@ def test_a_data_file_of_another_length_is_refused(copy, name):
 
 def test_a_changed_byte_of_data_is_found_by_its_check_sum(copy):
     folder = copy("dtypes")
-    prefix, data = folder / "model.ckpt", folder / f"model.ckpt.{DATA}"
+    index, data = folder / "model.ckpt.index", folder / f"model.ckpt.{DATA}"
     content = data.read_bytes()
     for at in range(len(content)):
         data.write_bytes(content[:at] + bytes([content[at] ^ 1 << at % 8]) + content[at + 1 :])
-        (name,) = [n for n, e in read_index(prefix).items() if e.offset <= at < e.offset + e.size]
+        (name,) = [n for n, e in read_index(index).items() if e.offset <= at < e.offset + e.size]
         with pytest.raises(DamagedFile, match=f"{DATA}: variable '{name}' doesn't match its check sum"):
-            check_crc(prefix)
+            check_crc(index, [data])
 
 
 # Malice: right check sums over wrong contents.
@@ -472,9 +472,9 @@ def test_slices_are_refused_by_the_variables_name():
 def test_a_variable_of_strings_is_refused_only_where_it_is_needed():
     prefix = GOLDEN / "strings" / "model.ckpt"
     assert list(load_weights(GOLDEN / "strings")) == ["wte"]
-    for read in (load_variables, check_crc):
+    for read in (lambda: load_variables(prefix), lambda: check_crc(index_of(prefix), data_files(prefix.parent))):
         with pytest.raises(DamagedFile, match="variable 'words' is of TensorFlow's type 7"):
-            read(prefix)
+            read()
 
 
 def test_an_index_that_unfolds_to_much_memory_is_refused_early(tmp_path):

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from model_files.crc32c import crc32c
+from model_files.crc32c import crc32c, masked
 
 READ_COMMAND = bytes.fromhex(
     "01c00000 00000000 00000000 00000000 14000000 0000040000000014 00000018 28000000 00000000 02000000 00000000"
@@ -30,6 +30,14 @@ def bit_by_bit(data):
 @pytest.mark.parametrize("data, crc", PUBLISHED)
 def test_published_vectors(data, crc):
     assert crc32c(data) == crc == bit_by_bit(data)
+
+
+def test_a_masked_crc_is_leveldbs():
+    # LevelDB's crc32c_test.cc: masking changes the value, twice masked is not once masked, and the way back exists
+    crc = crc32c(b"foo")
+    assert crc not in (masked(crc), masked(masked(crc))) and masked(crc) != masked(masked(crc))
+    rotated = (masked(crc) - 0xA282EAD8) & 0xFFFFFFFF
+    assert (rotated >> 17 | rotated << 15) & 0xFFFFFFFF == crc
 
 
 def test_every_short_length_equals_the_definition():

@@ -231,9 +231,8 @@ def test_a_web_page_in_the_middle_of_a_download_keeps_the_part(store, tmp_path, 
 @pytest.mark.parametrize("code", [403, 404, 500])
 def test_an_http_error_names_address_and_status_and_changes_nothing(store, tmp_path, code):
     store.faults["HEAD", "hparams.json"] = [status(code)]
-    with pytest.raises(
-        OSError, match=f"^{store.url}/355M/hparams.json: the server answers {code} [A-Za-z ]+$"
-    ) as error:
+    line = f"^{store.url}/355M/hparams.json: the server answers {code} [A-Za-z ]+$"
+    with pytest.raises(OSError, match=line) as error:
         bring(tmp_path / "models")
     assert not isinstance(error.value, ConnectionError)
     assert not (tmp_path / "models").exists()
@@ -255,9 +254,8 @@ def test_a_server_that_does_not_say_the_length_is_refused(store, tmp_path):
 
 def test_weights_of_another_length_than_the_index_says_are_not_downloaded(store, tmp_path, files):
     store.files[DATA] = files[DATA][:-4]
-    with pytest.raises(
-        DamagedFile, match=f"{len(files[DATA]) - 4:,} bytes.*index asks for.*{len(files[DATA]):,} bytes"
-    ):
+    line = f"{len(files[DATA]) - 4:,} bytes.*index asks for.*{len(files[DATA]):,} bytes"
+    with pytest.raises(DamagedFile, match=line):
         bring(tmp_path)
     assert DATA not in dict(store.gets())
 
@@ -346,12 +344,12 @@ def test_a_server_that_hangs_is_given_up(store, tmp_path, files):
 
 
 def test_every_request_has_finite_time_outs(store, tmp_path, monkeypatch):
+    def noted(self, request, **given):
+        timeouts.append(given["timeout"])
+        return send(self, request, **given)
+
     timeouts, send = [], requests.Session.send
-    monkeypatch.setattr(
-        requests.Session,
-        "send",
-        lambda self, request, **given: timeouts.append(given["timeout"]) or send(self, request, **given),
-    )
+    monkeypatch.setattr(requests.Session, "send", noted)
     download("355M", tmp_path, {})
     assert len(timeouts) == 14 and set(timeouts) == {(5, 30)}
 

@@ -10,7 +10,7 @@ from tiny import arrays, random_params, random_tokens
 import fast
 import gpt2
 import gpt2_kvcache
-from kvcache import cached_length, empty_entry, extend, first_rows, truncate
+from kvcache import Entry, cached_length, empty_entry, extend, truncate, view
 from utils import load_encoder_hparams_and_params
 
 PARAMS, N_HEAD, N_CTX = random_params(), 3, 16
@@ -185,14 +185,14 @@ def test_prefill_in_pieces_equals_one_pass(chunk):
 def test_a_cache_dropped_by_another_thread_meanwhile_hides_no_longer_one():
     """The list of views then gets shorter while it is gone through."""
     long, views = extend(empty_entry(2, 4, n_room=8), normal(2, 2, 5, 4))
-    kept, (short, _) = long.copy(), first_rows(long.base, 3, views)
+    kept, (short, _) = long.copy(), view(long.base, 3, views)
 
     def dropped():
         views.remove(dropped)
         return short
 
     views.insert(0, dropped)
-    extend((short, views), normal(2, 2, 1, 4) + 9)
+    extend(Entry(short, views), normal(2, 2, 1, 4) + 9)
     assert (long == kept).all()
 
 
@@ -229,7 +229,7 @@ def test_every_array_is_float32_on_the_way_to_the_logits(monkeypatch):
         "to_vocabulary",
     ):
         monkeypatch.setattr(gpt2_kvcache, name, watched(getattr(gpt2_kvcache, name)))
-    for name in ("gelu", "linear", "product", "attention"):
+    for name in ("gelu", "linear", "product", "weighted"):
         monkeypatch.setattr(fast, name, watched(getattr(fast, name)))
     _, kvcache = run(TOKENS[:6])
     _, kvcache = run(TOKENS[:9], kvcache)

@@ -18,7 +18,7 @@ import gpt2
 import gpt2_kvcache
 import speculative
 from sampling import chooser, greedy, sampler
-from speculative import by_draft, by_lookup, check_draft, how_many, lookup, stream
+from speculative import Guesser, by_draft, by_lookup, check_draft, how_many, lookup, n_weights, passes, stream
 from utils import load_encoder_hparams_and_params
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,8 +33,10 @@ def drafts(params):
     yield "first blocks", {**params, "blocks": params["blocks"][:1]}
 
 
-def by_greedy_draft(draft, n_head):
-    return by_draft(draft, n_head, chooser(), np.random.default_rng(0))
+def by_greedy_draft(draft, n_head, params=None, price=0.0):
+    """A draft whose guesses count as so many passes over one token; free ones are always made."""
+    guesser = by_draft(draft, n_head, chooser(), np.random.default_rng(0))
+    return guesser._replace(n_weights=price * n_weights(params) if price else 0)
 
 
 def gap(tokens, params, n_head, token, other):
@@ -67,7 +69,7 @@ def test_greedy_ids_are_those_of_plain_decoding_on_fifty_fairytale_prompts_past_
         name, draft = list(drafts(params))[i % 3]
         ways.append(by_greedy_draft(draft, n_head))
         for way in ways:
-            new = list(stream(prompt, params, n_head, 300, *way, end))
+            new = list(stream(prompt, params, n_head, 300, way, end))
             n_close += assert_same_greedy_text(prompt, new, expected, params, n_head)
     print(f"{n_close} of 100 texts differ where two logits are within 1e-3")
 
@@ -77,10 +79,10 @@ def test_greedy_ids_are_those_of_plain_decoding_on_fifty_fairytale_prompts_past_
 def test_greedy_ids_on_random_models(seed, n_prompt, n_new, guesses, price):
     params, prompt = random_params(n_vocab=7, seed=seed), random_tokens(n_prompt, 7, seed)
     expected = gpt2_kvcache.generate(prompt, params, N_HEAD, n_new)
-    assert list(stream(prompt, params, N_HEAD, n_new, *by_lookup(), guesses=guesses)) == expected
+    assert list(stream(prompt, params, N_HEAD, n_new, by_lookup(), n_guesses=guesses)) == expected
     for _, draft in drafts(params):
-        way = by_greedy_draft(draft, N_HEAD)
-        new = list(stream(prompt, params, N_HEAD, n_new, *way, guesses=guesses, price=price))
+        way = by_greedy_draft(draft, N_HEAD, params, price)
+        new = list(stream(prompt, params, N_HEAD, n_new, way, n_guesses=guesses))
         assert_same_greedy_text(prompt, new, expected, params, N_HEAD)
 
 
@@ -88,7 +90,7 @@ def test_sampled_lookup_gives_the_text_of_the_same_seed():
     params, prompt = random_params(n_vocab=7), random_tokens(5, 7)
     for seed in range(10):
         expected = gpt2_kvcache.generate(prompt, params, N_HEAD, 60, sampler(0.3, seed=seed))
-        assert list(stream(prompt, params, N_HEAD, 60, *by_lookup(sampler(0.3, seed=seed)))) == expected
+        assert list(stream(prompt, params, N_HEAD, 60, by_lookup(sampler(0.3, seed=seed)))) == expected
 
 
 def test_a_draft_forgets_its_wrong_guesses(monkeypatch):
@@ -106,7 +108,7 @@ def test_a_draft_forgets_its_wrong_guesses(monkeypatch):
     monkeypatch.setattr(speculative, "prefill", noting)
     turns = itertools.cycle([3, 0, 1, 4])
     monkeypatch.setattr(speculative, "how_many", lambda a, n_most, price=0: min(n_most, next(turns)))
-    list(stream(prompt, params, N_HEAD, 60, *by_greedy_draft(draft, N_HEAD), price=0.1))
+    list(stream(prompt, params, N_HEAD, 60, by_greedy_draft(draft, N_HEAD, params, 0.1)))
     assert len(seen) > 20 and max(seen) < 1e-4
 
 
@@ -115,7 +117,7 @@ def test_it_stops_before_the_end_of_text():
     expected = gpt2_kvcache.generate(prompt, params, N_HEAD, 40)
     for end in set(expected):
         for way in (by_lookup(), by_greedy_draft(params, N_HEAD)):
-            new = list(stream(prompt, params, N_HEAD, 40, *way, end_of_text=end))
+            new = list(stream(prompt, params, N_HEAD, 40, way, end_of_text=end))
             assert new == expected[: expected.index(end)]
 
 
@@ -166,12 +168,13 @@ def test_sampled_frequencies_cannot_be_told_from_plain_ones(monkeypatch, quality
     else:
         way = by_draft(draft, N_HEAD, adversarial if quality == "adversarial" else to_p, rng)
         if quality == "adversarial":  # the draft is drawn from its own distribution, the model keeps its own
-            propose, _ = way
-            way = propose, by_draft(draft, N_HEAD, to_p, rng)[1]
-    counts, numbers = np.zeros(N_VOCAB**3), {}
+            way = Guesser(way.propose, by_draft(draft, N_HEAD, to_p, rng).verify, 0)
+        way = way._replace(n_weights=0)  # guesses are always made
+    counts, made = np.zeros(N_VOCAB**3), []
     for _ in range(n):
-        a, b, c = stream(prompt, params, N_HEAD, 3, *way, guesses=2, counts=numbers)
-        counts[(a * N_VOCAB + b) * N_VOCAB + c] += 1
+        made += passes(prompt, params, N_HEAD, 3, way, n_guesses=2)
+    texts = np.array([token for one in made for token in one.tokens]).reshape(n, 3)
+    np.add.at(counts, texts @ [N_VOCAB**2, N_VOCAB, 1], 1)
 
     exact = np.zeros(N_VOCAB**3)
     for index in range(N_VOCAB**3):
@@ -189,8 +192,9 @@ def test_sampled_frequencies_cannot_be_told_from_plain_ones(monkeypatch, quality
     freedom = len(expected) - 1
     bound = freedom * (1 - 2 / (9 * freedom) + 3.09 * np.sqrt(2 / (9 * freedom))) ** 3
     assert ((observed - expected) ** 2 / expected).sum() < bound
-    assert freedom > 30 and numbers["guessed"] > n / 2
-    share = numbers["accepted"] / numbers["guessed"]
+    n_guessed = sum(one.n_guessed for one in made)
+    assert freedom > 30 and n_guessed > n / 2
+    share = sum(one.n_accepted for one in made) / n_guessed
     assert share > 0.99 if quality == "good" else 0.05 < share < 0.95
 
 
@@ -215,7 +219,7 @@ def test_passes_are_saved_where_the_text_repeats(monkeypatch):
     monkeypatch.setattr(speculative, "gpt2", lambda inputs, **kw: passes.append(1) or real(inputs, **kw))
     params, pattern = random_params(n_ctx=256), [3, 1, 4, 1, 5, 9]
     pick_pattern = iter(pattern * 100)
-    new = list(stream(pattern * 3, params, N_HEAD, 180, *by_lookup(lambda logits: next(pick_pattern))))
+    new = list(stream(pattern * 3, params, N_HEAD, 180, by_lookup(lambda logits: next(pick_pattern))))
     assert new == (pattern * 100)[:180] and len(passes) < 40
 
 
@@ -230,10 +234,10 @@ def test_a_wrong_guess_copies_nothing(monkeypatch):
 
     monkeypatch.setattr(speculative, "gpt2", watched)
     monkeypatch.setattr(speculative, "how_many", lambda acceptance, n_most, price=0.0: n_most)
-    params, counts = random_params(n_vocab=7, n_ctx=128), {}
+    params = random_params(n_vocab=7, n_ctx=128)
     draft = random_params(n_vocab=7, n_ctx=128, seed=3)
-    list(stream([1, 2, 3], params, N_HEAD, 100, *by_greedy_draft(draft, N_HEAD), counts=counts))
-    assert counts["accepted"] < counts["guessed"] and len(buffers) == 1
+    made = list(passes([1, 2, 3], params, N_HEAD, 100, by_greedy_draft(draft, N_HEAD)))
+    assert sum(one.n_accepted for one in made) < sum(one.n_guessed for one in made) and len(buffers) == 1
 
 
 @pytest.mark.parametrize(
