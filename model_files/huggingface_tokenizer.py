@@ -20,7 +20,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # these take tokenizer.json as it stands
 FLAGS = {"special": False, "normalized": None, "lstrip": False, "rstrip": False, "single_word": False}
-SPACE, LETTER = regex.compile(r"\s"), regex.compile(r"\w")  # as Rust's, which differ from Python's own
+LETTERS = frozenset(BYTE_PIECES)
+SPACE, WORD_LETTER = regex.compile(r"\s"), regex.compile(r"\w")  # as Rust's, which differ from Python's own
 
 
 class EncoderWithAddedTokens(Encoder):
@@ -28,13 +29,12 @@ class EncoderWithAddedTokens(Encoder):
 
     added: a dict from each added token's text to its id and FLAGS. affixes: the ids (before, after) every text.
     prefix_space: whether a part of a text that doesn't begin with a space gets one. n_vocab: how many ids the model
-    has; those without a token decode to nothing, and a text with a token beyond them is a ValueError.
+    has; a text with a token beyond them is a ValueError.
     """
 
     def __init__(self, ids, ranks, added, affixes, prefix_space, n_vocab, **ends):
         super().__init__(ids | {text: token["id"] for text, token in added.items()}, ranks, **ends)
-        self.decoder = dict.fromkeys(range(n_vocab), "")
-        self.decoder |= {i: piece if set(piece) <= {*BYTE_PIECES} else spell(piece) for piece, i in ids.items()}
+        self.decoder = {i: piece if LETTERS.issuperset(piece) else spell(piece) for piece, i in ids.items()}
         self.decoder |= {token["id"]: spell(text) for text, token in added.items() if text not in ids}
         self.vocabulary, self.added, self.affixes, self.prefix_space = ids, added, affixes, prefix_space
         self.n_vocab, self._patterns = n_vocab, []
@@ -72,7 +72,7 @@ def cut(text, pattern, added):
     done = 0
     for match in pattern.finditer(text):
         token, (start, end) = added[match[0]], match.span()
-        if token["single_word"] and (start and LETTER.match(text, start - 1) or LETTER.match(text, end)):
+        if token["single_word"] and (start and WORD_LETTER.match(text, start - 1) or WORD_LETTER.match(text, end)):
             continue
         while token["lstrip"] and start > done and SPACE.match(text, start - 1):
             start -= 1
@@ -97,7 +97,7 @@ def get_encoder(folder):
     try:
         ids, ranks = read_tokenizer(path, tokenizer, is_gpt2) if tokenizer else read_vocabulary(folder)
         added, begin, end = added_tokens(folder, config, tokenizer, is_gpt2, ids)
-        affixes = affixes_of(tokenizer["post_processor"]) if tokenizer else affixes_by_flags(config, begin, end)
+        affixes = affixes_of(tokenizer.get("post_processor")) if tokenizer else affixes_by_flags(config, begin, end)
         prefix_space = (config if is_gpt2 else tokenizer["pre_tokenizer"]).get("add_prefix_space")
         if config.get("split_special_tokens"):  # they aren't looked for in a text
             added = {text: t | {"normalized": None} if t["special"] else t for text, t in added.items()}
@@ -120,13 +120,12 @@ def known(ids, n_vocab):
 def read_settings(folder):
     """tokenizer_config.json, and special_tokens_map.json where the former doesn't list the added tokens."""
     path = folder / "tokenizer_config.json"
-    config, old = read_if_there(path), read_if_there(folder / "special_tokens_map.json")
+    config = read_if_there(path)
     if config.get("tokenizer_class") not in GPT2_CLASSES + PLAIN_CLASSES:
         raise DamagedFile(f"{path}: tokenizer_class {config['tokenizer_class']!r:.40} isn't supported")
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if "added_tokens_decoder" in config:
-        old = {}
-    elif isinstance(extra, list):
+    old = {} if "added_tokens_decoder" in config else read_if_there(folder / "special_tokens_map.json")
+    if isinstance(extra, list):
         extra = [*extra, *(old.get("extra_special_tokens") or [])] or old.get("additional_special_tokens") or []
     return config | old | {"extra_special_tokens": extra}
 
@@ -223,7 +222,7 @@ def read_vocabulary(folder):
 
 def read_tokenizer(path, tokenizer, is_gpt2):
     """(ids, ranks) of tokenizer.json; ValueError for what isn't as in GPT-2."""
-    model, splitter = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
+    model, splitter = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     wrong = {
         "normalizer": tokenizer.get("normalizer"),
         "pre_tokenizer": splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True),
@@ -235,7 +234,7 @@ def read_tokenizer(path, tokenizer, is_gpt2):
         if value:
             raise ValueError(f"its {key} differs")
     ids = check_ids(dict(model["vocab"]))
-    if model.get("unk_token") and not is_gpt2 and not ids.keys() >= {*BYTE_PIECES}:
+    if model.get("unk_token") and not is_gpt2 and not ids.keys() >= LETTERS:
         raise ValueError("it lacks bytes, for which there is an unk_token")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return ids, rank(path, merges, ids)

@@ -50,7 +50,7 @@ def ask(tokenizer, model, texts):
 
     def logits(ids):
         with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0, -1, ::7].numpy() if ids and max(ids) < n_vocab else None
+            return model(torch.tensor([ids])).logits[0, -1, ::21].numpy() if ids and max(ids) < n_vocab else None
 
     def greedy(ids):
         ids = ids or begins[:1]
@@ -66,8 +66,8 @@ def ask(tokenizer, model, texts):
     return {
         "ids": [ids if max(ids, default=0) < n_vocab else None for ids in encoded],
         "decoded": [tokenizer.decode(ids) for ids in encoded],
-        "pieces": [tokenizer.decode([i]) for i in range(250, n_vocab)],
-        "logits": logits(prompt),  # of the last position, every 7th
+        "pieces": [tokenizer.decode([i]) for i in range(300, n_vocab)],
+        "logits": logits(prompt),  # of the last position, every 21st
         "new": new,
         "text": [None if ids is None else tokenizer.decode(ids) for ids in new],
     }
@@ -111,13 +111,15 @@ def write_golden():
     with tempfile.TemporaryDirectory() as root:
         for seed in range(N_GOLDEN):
             draw(seed, Path(root) / str(seed))
-            golden[seed] = ask(*load_theirs(Path(root) / str(seed)), texts(seed, 12))
+            golden[str(seed)] = ask(*load_theirs(Path(root) / str(seed)), texts(seed, 12))
         for name in CASES:
             golden[name] = ask(*load_theirs(write_case(name, Path(root) / name)), CASES[name].texts)
     for content in golden.values():
-        content["logits"] = content["logits"] if content["logits"] is None else content["logits"].round(5).tolist()
-    lines = [f"{json.dumps(name)}: {json.dumps(content)}" for name, content in golden.items()]
-    (GOLDEN / "answers.json").write_text("{" + ",\n".join(lines) + "}\n")
+        content["logits"] = (
+            content["logits"] if content["logits"] is None else [round(float(x), 5) for x in content["logits"]]
+        )
+    lines = [f"{json.dumps(name)}: {json.dumps(content, ensure_ascii=False)}" for name, content in golden.items()]
+    (GOLDEN / "answers.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

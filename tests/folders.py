@@ -67,8 +67,8 @@ def read(folder, texts):
     return {
         "ids": encoded,
         "decoded": [None if ids is None else encoder.decode(ids) for ids in encoded],
-        "pieces": [encoder.decode([i]) for i in range(250, hparams["n_vocab"])],
-        "logits": prompt and gpt2.gpt2(prompt, **params, n_head=n_head)[-1, ::7],
+        "pieces": [encoder.decode([i]) for i in range(300, hparams["n_vocab"])],
+        "logits": prompt and gpt2.gpt2(prompt, **params, n_head=n_head)[-1, ::21],
         "new": new,  # greedy, of a prompt and of none
         "text": [None if ids is None else encoder.decode(ids) for ids in new],
     }

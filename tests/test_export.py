@@ -49,7 +49,7 @@ def test_nothing_is_lost_on_the_way_out(name, tmp_path):
     """That transformers' generate() gives the same ids before and after: compare_huggingface_folders.py."""
     source, out = write_case(name, tmp_path / "models" / "case"), tmp_path / "out"
     export(out, "case", tmp_path / "models")
-    answers = json.loads((GOLDEN / "answers.json").read_text())
+    answers = json.loads((GOLDEN / "answers.json").read_text("utf-8"))
     assert difference(answers[name], read(out, CASES[name].texts)) == ""
     for path in source.iterdir():
         if path.name not in ("config.json", "model.safetensors"):

@@ -15,7 +15,9 @@ import utils
 from errors import DamagedFile
 from export import export
 
-ANSWERS = json.loads((GOLDEN / "answers.json").read_text())  # transformers': compare_huggingface_folders.py golden
+ANSWERS = json.loads(
+    (GOLDEN / "answers.json").read_text("utf-8")
+)  # transformers': compare_huggingface_folders.py golden
 
 
 def header_of(path):
@@ -200,6 +202,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(copy, key, value):
     [
         ("n_layer", 4, "lacks h.3.ln_1.weight, which config.json asks for"),
         ("n_layer", 10**100, "lacks h.3.ln_1.weight"),
+        ("vocab_size", 10**100, r"wte.weight has the shape \[385, 12\], config.json asks for \[10{100}, 12\]"),
         ("n_positions", 17, r"wpe.weight has the shape \[16, 12\], config.json asks for \[17, 12\]"),
         ("n_inner", 32, r"h.0.mlp.c_fc.weight has the shape \[12, 31\], config.json asks for \[12, 32\]"),
         ("tie_word_embeddings", False, "lm_head.weight is missing"),
