@@ -91,13 +91,16 @@ def get_encoder(folder):
     OSError, DamagedFile for files that are missing, damaged or no GPT-2 tokenizer's.
     """
     hparams, config, path = load_hparams(folder), read_settings(folder), folder / "tokenizer.json"
-    is_gpt2 = config.get("tokenizer_class") in GPT2_CLASSES
     tokenizer = read_object(path) if path.is_file() else None
-    path = path if tokenizer else folder / "vocab.json"
+    is_gpt2 = tokenizer is None or config.get("tokenizer_class") in GPT2_CLASSES
     try:
-        ids, ranks = read_tokenizer(path, tokenizer, is_gpt2) if tokenizer else read_vocabulary(folder)
+        if tokenizer is None:
+            path = folder / "vocab.json"
+            ids, ranks = read_vocabulary(folder)
+        else:
+            ids, ranks = read_tokenizer(path, tokenizer, is_gpt2)
         added, begin, end = added_tokens(folder, config, tokenizer, is_gpt2, ids)
-        affixes = affixes_of(tokenizer.get("post_processor")) if tokenizer else affixes_by_flags(config, begin, end)
+        affixes = affixes_by_flags(config, begin, end) if tokenizer is None else affixes_of(tokenizer)
         prefix_space = (config if is_gpt2 else tokenizer["pre_tokenizer"]).get("add_prefix_space")
         if config.get("split_special_tokens"):  # they aren't looked for in a text
             added = {text: t | {"normalized": None} if t["special"] else t for text, t in added.items()}
@@ -182,7 +185,7 @@ def listed_tokens(folder, config, tokenizer):
         names = {token if isinstance(token, str) else token["content"] for token in special if is_plain(token)}
         old = read_if_there(folder / "added_tokens.json")
         by_number = {number: as_token(text, special=text in names) for text, number in old.items()}
-        by_number |= {token["id"]: as_token(token) for token in (tokenizer["added_tokens"] if tokenizer else ())}
+        by_number |= {token["id"]: as_token(token) for token in (tokenizer or {"added_tokens": ()})["added_tokens"]}
     return [token for _, token in sorted(by_number.items(), key=lambda item: item[0])]
 
 
@@ -248,22 +251,19 @@ def check_ids(ids):
     return ids
 
 
-def affixes_of(processor):
-    """The ids (before, after) every text that a post-processor of tokenizer.json adds."""
-    kind, before, after = (processor or {}).get("type"), [], []
-    if kind == "Sequence":
-        for one in processor["processors"]:
-            first, last = affixes_of(one)
-            before, after = first + before, after + last
-    elif kind == "TemplateProcessing" and "single" in processor:
-        ids = [
-            processor["special_tokens"][item["SpecialToken"]["id"]]["ids"] if "SpecialToken" in item else None
-            for item in processor["single"]
-        ]
-        place = ids.index(None)
-        before, after = sum(ids[:place], []), sum(ids[place + 1 :], [])
-    elif kind not in (None, "ByteLevel"):
-        raise ValueError("its post_processor differs")
+def affixes_of(tokenizer):
+    """The ids (before, after) every text that the post-processor of tokenizer.json adds."""
+    whole, before, after = tokenizer.get("post_processor") or {"type": "ByteLevel"}, [], []
+    for processor in whole["processors"] if whole["type"] == "Sequence" else [whole]:
+        if processor["type"] == "TemplateProcessing" and "single" in processor:
+            special = {name: token["ids"] for name, token in processor["special_tokens"].items()}
+            items = [
+                special[item["SpecialToken"]["id"]] if "SpecialToken" in item else None for item in processor["single"]
+            ]
+            place = items.index(None)  # the text's
+            before, after = sum(items[:place], []) + before, sum(items[place + 1 :], after)
+        elif processor["type"] != "ByteLevel":
+            raise ValueError("its post_processor differs")
     return before, after
 
 
