@@ -253,18 +253,17 @@ def check_ids(ids):
 
 def affixes_of(tokenizer):
     """The ids (before, after) every text that the post-processor of tokenizer.json adds."""
-    whole, before, after = tokenizer.get("post_processor") or {"type": "ByteLevel"}, [], []
-    for processor in whole["processors"] if whole["type"] == "Sequence" else [whole]:
-        if processor["type"] == "TemplateProcessing" and "single" in processor:
-            special = {name: token["ids"] for name, token in processor["special_tokens"].items()}
-            items = [
-                special[item["SpecialToken"]["id"]] if "SpecialToken" in item else None for item in processor["single"]
-            ]
-            place = items.index(None)  # the text's
-            before, after = sum(items[:place], []) + before, sum(items[place + 1 :], after)
-        elif processor["type"] != "ByteLevel":
-            raise ValueError("its post_processor differs")
-    return before, after
+    whole = tokenizer.get("post_processor") or {"type": "ByteLevel"}
+    parts = whole["processors"] if whole["type"] == "Sequence" else [whole]
+    templates = [part for part in parts if part["type"] != "ByteLevel"]
+    if not templates:
+        return [], []
+    if len(templates) > 1 or templates[0]["type"] != "TemplateProcessing" or "single" not in templates[0]:
+        raise ValueError("its post_processor differs")
+    ids = {name: token["ids"] for name, token in templates[0]["special_tokens"].items()}
+    items = [ids[item["SpecialToken"]["id"]] if "SpecialToken" in item else None for item in templates[0]["single"]]
+    place = items.index(None)  # the text's
+    return sum(items[:place], []), sum(items[place + 1 :], [])
 
 
 def affixes_by_flags(config, begin, end):

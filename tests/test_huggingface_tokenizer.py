@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from folders import GOLDEN, MODELS, edit, load, write_case
+from folders import GOLDEN, MODELS, TEMPLATE, edit, load, write_case
 
 import gpt2
 import gpt2_kvcache
@@ -86,6 +86,8 @@ def test_a_class_of_tokenizer_that_works_otherwise_is_refused(copy):
         ("normalizer", {"type": "Lowercase"}, "its normalizer differs"),
         ("pre_tokenizer", {"type": "Whitespace"}, "its pre_tokenizer differs"),
         ("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}, "its post_processor differs"),
+        ("post_processor", {"type": "Sequence", "processors": [TEMPLATE] * 2}, "its post_processor differs"),
+        ("post_processor", {"type": "RobertaProcessing"}, "its post_processor differs"),
         ("model", {"type": "WordPiece"}, "its model differs"),
         ("model", {"type": "BPE", "vocab": []}, "'merges' is missing"),
         ("model", {"type": "BPE", "vocab": [1], "merges": []}, "not a tokenizer"),
