@@ -30,8 +30,9 @@ N_GOLDEN = 20  # folders whose results the suite compares with
 
 
 def load_theirs(folder):
-    settings = folder / "tokenizer_config.json"
-    plain = settings.exists() and json.loads(settings.read_text()).get("tokenizer_class") == "PreTrainedTokenizerFast"
+    path = folder / "tokenizer_config.json"
+    kind = json.loads(path.read_text()).get("tokenizer_class") if path.exists() else None
+    plain = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
     tokenizer = (PreTrainedTokenizerFast if plain else GPT2Tokenizer).from_pretrained(folder)
     return tokenizer, GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
 
