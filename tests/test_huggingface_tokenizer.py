@@ -2,6 +2,9 @@
 
 import json
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from folders import GOLDEN, MODELS, TEMPLATE, edit, load, write_case
@@ -11,6 +14,8 @@ import gpt2_kvcache
 from batch import stream_batch
 from errors import DamagedFile
 from sampling import greedy
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -43,6 +48,21 @@ def test_only_a_text_with_a_token_that_has_no_row_is_refused(tmp_path):
     assert encoder.decode(encoder.encode("the king")) == "the king"
     with pytest.raises(ValueError, match="^the model has 317 tokens, and '<pad>' isn't one of them$"):
         encoder.encode("the <pad>king")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "why"),
+    [
+        ("a pad token without a row", "the <pad>", "the model has 317 tokens, and '<pad>' isn't one of them"),
+        ("no beginning", "", "the prompt is empty, and this model has no token that begins a text: write something"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_begin_with_is_one_line(name, prompt, why, tmp_path):
+    write_case(name, tmp_path / "case")
+    command = [sys.executable, ROOT / "gpt2_kvcache.py", prompt, "--model_size", "case", "--models_dir", tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.splitlines()[1:] == [f"gpt2_kvcache.py: {why}"]
 
 
 def test_a_batch_with_ids_that_only_pad_keeps_all_its_texts(tmp_path):
