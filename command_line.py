@@ -9,6 +9,7 @@ import functools
 import os
 import re
 import sys
+import warnings
 
 FLAG = re.compile("--|-[a-zA-Z]")  # how a word begins that names an argument; -5 and - are texts
 
@@ -172,6 +173,7 @@ def run(main):
         if getattr(sys, stream) is None:  # closed, as by `>&-`
             setattr(sys, stream, open(os.devnull, "w"))
     sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
+    warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's about overflow: what comes of it is said in one line
     try:
         parse(main, sys.argv[1:])()
         sys.stdout.flush()
@@ -181,7 +183,7 @@ def run(main):
     except KeyboardInterrupt:
         sys.stdout.flush()
         sys.exit(130)
-    except (ValueError, OSError, MemoryError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
         sys.stdout.flush()
         message = " ".join(str(error).split()) or type(error).__name__
         if isinstance(error, OSError) and error.strerror and error.filename:

@@ -32,15 +32,15 @@ class Entry(NamedTuple):
 
 
 def view(buffer, n, views):
-    """The entry that shows the first n positions of the buffer, [2, n_room, n_head, d_head]."""
-    kv = buffer[:, :n].transpose(0, 2, 1, 3)  # [2, n_room, n_head, d_head] -> [2, n_head, n, d_head]
+    """The entry that shows the first n positions of the buffer, [2, n_head, n_room, d_head]."""
+    kv = buffer[:, :, :n]  # [2, n_head, n_room, d_head] -> [2, n_head, n, d_head]
     views.append(weakref.ref(kv, views.remove))  # it goes from the list when kv does
     return Entry(kv, views)
 
 
 def empty_entry(n_head, d_head, n_room):
     """An entry of 0 positions with room for n_room. The memory is reserved now and touched only as it fills."""
-    return view(np.empty((2, n_room, n_head, d_head), np.float32), 0, [])
+    return view(np.empty((2, n_head, n_room, d_head), np.float32), 0, [])
 
 
 def entry_with(kv):
@@ -58,14 +58,15 @@ def extend(entry, kv_new):
     """The entry with new positions after the old ones. kv_new: [2, n_head, n_new, d_head] float32."""
     kv, views = entry
     buffer, n_past, n_seq = kv.base, kv.shape[2], kv.shape[2] + kv_new.shape[2]
+    _, n_head, n_room, d_head = buffer.shape
     with LOCK:
         longer = any((other := ref()) is not None and other.shape[2] > n_past for ref in tuple(views))
-        grows = n_seq <= buffer.shape[1] and not longer
+        grows = n_seq <= n_room and not longer
         if grows:
             entry = view(buffer, n_seq, views)
     if not grows:
-        n_room = buffer.shape[1] if n_seq <= buffer.shape[1] else 2 * n_seq
-        entry = view(np.empty((2, n_room, *buffer.shape[2:]), np.float32), n_seq, [])
+        n_room = n_room if n_seq <= n_room else 2 * n_seq
+        entry = view(np.empty((2, n_head, n_room, d_head), np.float32), n_seq, [])
         entry.kv[:, :, :n_past] = kv
     entry.kv[:, :, n_past:] = kv_new
     return entry

@@ -131,7 +131,7 @@ def by_draft(params, n_head, to_distribution, rng):
         kvcache = truncate(kvcache, n_kept) if kvcache and start == old_start else None
         for _ in range(n):
             logits, kvcache = prefill(window + guess, params, n_head, kvcache)
-            drawn_from.append(to_distribution(logits))
+            drawn_from.append(to_distribution(finite(logits, layers(window + guess, **params, n_head=n_head))))
             guess.append(draw(drawn_from[-1], rng))
         return guess, (start, kvcache, drawn_from)
 

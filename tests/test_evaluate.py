@@ -12,6 +12,7 @@ from tiny import random_params, random_tokens
 
 import evaluate
 import gpt2
+from utils import load_encoder_hparams_and_params
 
 ROOT = Path(__file__).resolve().parent.parent
 PARAMS, N_HEAD, N_CTX = random_params(), 3, 16
@@ -45,6 +46,31 @@ def test_losses_equal_transformers(name):
     expected = np.log(np.exp(logits[:-1]).sum(-1)) - logits[np.arange(n_ctx - 1), tokens[1:]]
     params = random_params(n_vocab, n_ctx, n_embd, n_layer, seed)
     np.testing.assert_allclose(np.concatenate(list(evaluate.text_losses(tokens, params, n_head))), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_ctx", [1, 2, 3])
+def test_the_smallest_windows_predict_every_token_once(n_ctx):
+    params, tokens = random_params(n_ctx=n_ctx), random_tokens(20)
+    losses = np.concatenate(list(evaluate.text_losses(tokens, params, N_HEAD)))
+    for i, loss in enumerate(losses, 1):  # by the longest context that a window can hold, or the shortest it may have
+        contexts = [tokens[i - n : i] for n in range(max(n_ctx // 2, 1), min(n_ctx, i) + 1)]
+        rows = [gpt2.gpt2(context, **params, n_head=N_HEAD)[-1].astype(float) for context in contexts]
+        assert min(abs(loss + np.log(gpt2.softmax(row)[tokens[i]])) for row in rows) < 1e-4
+    assert len(losses) == 19
+
+
+def test_perplexities_beyond_a_float_are_written_as_a_power():
+    assert evaluate.perplexity(0.0) == "1.00" and evaluate.perplexity(math.log(21.025)) == "21.02"
+    assert evaluate.perplexity(2302.6) == "10^1000"
+
+
+def test_a_text_alone_has_no_separator_at_its_end_and_two_have_one_each(tmp_path):
+    encoder, _, _ = load_encoder_hparams_and_params("fairytale")
+    n = len(encoder.encode("A wolf"))
+    for content, n_tokens, n_documents in (("A wolf", n, 1), ("A wolf\n<|endoftext|>\nA wolf", 2 * n + 2, 2)):
+        (tmp_path / "text").write_text(content)
+        printed = run(tmp_path / "text").stdout.splitlines()[1]
+        assert printed == f"({n_tokens} tokens, {6 * n_documents} bytes, documents: {n_documents})"
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 8])

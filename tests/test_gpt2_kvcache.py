@@ -229,7 +229,7 @@ def test_every_array_is_float32_on_the_way_to_the_logits(monkeypatch):
         "to_vocabulary",
     ):
         monkeypatch.setattr(gpt2_kvcache, name, watched(getattr(gpt2_kvcache, name)))
-    for name in ("gelu", "linear", "product", "weighted"):
+    for name in ("gelu", "linear", "weighted"):
         monkeypatch.setattr(fast, name, watched(getattr(fast, name)))
     _, kvcache = run(TOKENS[:6])
     _, kvcache = run(TOKENS[:9], kvcache)

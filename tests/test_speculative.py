@@ -240,6 +240,47 @@ def test_a_wrong_guess_copies_nothing(monkeypatch):
     assert sum(one.n_accepted for one in made) < sum(one.n_guessed for one in made) and len(buffers) == 1
 
 
+def test_the_numbers_of_a_pass_are_those_of_its_text():
+    params = random_params(n_vocab=7, n_ctx=64)
+    made = list(passes([1, 2, 3], params, N_HEAD, 50, by_greedy_draft(random_params(7, 64, seed=3), N_HEAD)))
+    assert sum(len(one.tokens) for one in made) == 50
+    assert all(len(one.tokens) == one.n_accepted + 1 and one.n_accepted <= one.n_guessed <= 15 for one in made)
+
+
+def test_a_draft_as_dear_as_the_model_is_hardly_asked(monkeypatch):
+    params = random_params(n_vocab=7, n_ctx=512)
+    asked, real = [], speculative.prefill
+    monkeypatch.setattr(speculative, "prefill", lambda *args: asked.append(1) or real(*args))
+    draft = by_draft(params, N_HEAD, chooser(), np.random.default_rng(0))
+    assert draft.n_weights == n_weights(params)
+    assert len(list(stream([1, 2, 3], params, N_HEAD, 300, draft))) == 300 and len(asked) <= 1 + 300 // 64
+
+
+def test_a_draft_runs_each_token_once(monkeypatch):
+    """Its cache is kept from pass to pass."""
+    params, n_run = random_params(n_vocab=7, n_ctx=128), []
+    real = gpt2_kvcache.prefill
+
+    def counted(inputs, weights, n_head, kvcache=None):
+        if weights is draft:
+            n_run.append(len(inputs) - (kvcache[0].kv.shape[2] if kvcache else 0))
+        return real(inputs, weights, n_head, kvcache)
+
+    draft = {**params}
+    monkeypatch.setattr(speculative, "prefill", counted)
+    assert len(list(stream([1, 2, 3, 4, 5], params, N_HEAD, 100, by_greedy_draft(draft, N_HEAD)))) == 100
+    assert n_run[0] == 5 and max(n_run[1:]) <= 2  # a pass in which all guesses held adds one that wasn't run
+
+
+def test_an_empty_prompt_and_strange_ids_are_refused():
+    for way in (by_lookup(), by_greedy_draft(PARAMS, N_HEAD)):
+        with pytest.raises(ValueError, match="no tokens"):
+            list(stream([], PARAMS, N_HEAD, 5, way))
+        for bad in ([50], [-1]):
+            with pytest.raises(ValueError, match="outside the vocabulary of 50"):
+                list(stream(bad, PARAMS, N_HEAD, 5, way))
+
+
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
