@@ -83,8 +83,8 @@ def spell(text):
 class Encoder:
     """OpenAI's interface: `encoder` maps pieces to ids, `decoder` ids to pieces. `ranks`: see `merge`.
 
-    `end_of_text`: the id at which a text ends, or a tuple of such ids, the separator of documents first.
-    `begin_of_text`: the id that an empty prompt starts from, or None where the model has none.
+    `end_of_text`: the id at which a text ends, or a tuple of several ids or of none. `begin_of_text`: the id that an
+    empty prompt starts from, or None where the model has none.
     Nothing changes after construction but a cache of words, which is bounded.
     """
 

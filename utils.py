@@ -35,9 +35,16 @@ def load_and_name(folder, note=""):
         if folder.name not in SIZES:
             raise
         raise DamagedFile(f"{error}; with {folder} removed, the same command downloads it anew") from None
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
-    print(f"gpt2: model {folder.name} ({shown}){note}", file=sys.stderr)
+    print(f"gpt2: model {folder.name} ({shortest(folder)}){note}", file=sys.stderr)
     return encoder, hparams, params
+
+
+def shortest(folder):
+    """The folder as seen from the working directory, or in full if it is elsewhere or that directory is gone."""
+    try:
+        return folder.relative_to(Path.cwd())
+    except (ValueError, FileNotFoundError):
+        return folder
 
 
 def load_model(folder):
@@ -49,8 +56,9 @@ def load_model(folder):
     n_ids, n_vocab = len(encoder.encoder), hparams["n_vocab"]
     if n_ids > n_vocab:
         raise DamagedFile(f"{folder / 'encoder.json'} has {n_ids} ids, n_vocab in hparams.json is {n_vocab}")
-    encoder.decoder |= dict.fromkeys(range(n_ids, n_vocab), "")  # rows that only pad wte stand for nothing
-    return encoder, hparams, arrange(load_weights(folder), hparams, folder)
+    params = arrange(load_weights(folder), hparams, folder)
+    encoder.decoder |= dict.fromkeys(range(n_ids, n_vocab), "")  # rows of wte that only pad it stand for nothing
+    return encoder, hparams, params
 
 
 def load_huggingface(folder):
@@ -61,6 +69,7 @@ def load_huggingface(folder):
     names = (name for name, _ in tensors(hparams))
     weights, unused = huggingface.load_weights(folder, names, hparams["tie_word_embeddings"])
     params = arrange(weights, hparams, folder, huggingface.their_name, huggingface.CONFIG)
+    encoder.decoder |= {i: "" for i in range(hparams["n_vocab"]) if i not in encoder.decoder}  # as above, and holes
     if unused:
         kinds = sorted({re.sub(r"\.\d+\.", ".*.", name) for name in unused})  # h.*.attn.bias: one of each block
         print(f"gpt2: {folder.name} also holds {', '.join(kinds):.200}: not used", file=sys.stderr)

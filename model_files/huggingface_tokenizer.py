@@ -20,7 +20,8 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 GPT2_CLASSES = (None, "GPT2Tokenizer", "GPT2TokenizerFast")
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # these take tokenizer.json as it stands
 FLAGS = {"special": False, "normalized": None, "lstrip": False, "rstrip": False, "single_word": False}
-SPACE, LETTER = regex.compile(r"\s"), regex.compile(r"\w")  # as Rust's, which differ from Python's own
+LETTERS = frozenset(BYTE_PIECES)
+SPACE, WORD_LETTER = regex.compile(r"\s"), regex.compile(r"\w")  # as Rust's, which differ from Python's own
 
 
 class EncoderWithAddedTokens(Encoder):
@@ -28,13 +29,12 @@ class EncoderWithAddedTokens(Encoder):
 
     added: a dict from each added token's text to its id and FLAGS. affixes: the ids (before, after) every text.
     prefix_space: whether a part of a text that doesn't begin with a space gets one. n_vocab: how many ids the model
-    has; those without a token decode to nothing, and a text with a token beyond them is a ValueError.
+    has; a text with a token beyond them is a ValueError.
     """
 
     def __init__(self, ids, ranks, added, affixes, prefix_space, n_vocab, **ends):
         super().__init__(ids | {text: token["id"] for text, token in added.items()}, ranks, **ends)
-        self.decoder = dict.fromkeys(range(n_vocab), "")
-        self.decoder |= {i: piece if set(piece) <= {*BYTE_PIECES} else spell(piece) for piece, i in ids.items()}
+        self.decoder = {i: piece if LETTERS.issuperset(piece) else spell(piece) for piece, i in ids.items()}
         self.decoder |= {token["id"]: spell(text) for text, token in added.items() if text not in ids}
         self.vocabulary, self.added, self.affixes, self.prefix_space = ids, added, affixes, prefix_space
         self.n_vocab, self._patterns = n_vocab, []
@@ -72,7 +72,7 @@ def cut(text, pattern, added):
     done = 0
     for match in pattern.finditer(text):
         token, (start, end) = added[match[0]], match.span()
-        if token["single_word"] and (start and LETTER.match(text, start - 1) or LETTER.match(text, end)):
+        if token["single_word"] and (start and WORD_LETTER.match(text, start - 1) or WORD_LETTER.match(text, end)):
             continue
         while token["lstrip"] and start > done and SPACE.match(text, start - 1):
             start -= 1
@@ -91,13 +91,16 @@ def get_encoder(folder):
     OSError, DamagedFile for files that are missing, damaged or no GPT-2 tokenizer's.
     """
     hparams, config, path = load_hparams(folder), read_settings(folder), folder / "tokenizer.json"
-    is_gpt2 = config.get("tokenizer_class") in GPT2_CLASSES
     tokenizer = read_object(path) if path.is_file() else None
-    path = path if tokenizer else folder / "vocab.json"
+    is_gpt2 = tokenizer is None or config.get("tokenizer_class") in GPT2_CLASSES
     try:
-        ids, ranks = read_tokenizer(path, tokenizer, is_gpt2) if tokenizer else read_vocabulary(folder)
+        if tokenizer is None:
+            path = folder / "vocab.json"
+            ids, ranks = read_vocabulary(folder)
+        else:
+            ids, ranks = read_tokenizer(path, tokenizer, is_gpt2)
         added, begin, end = added_tokens(folder, config, tokenizer, is_gpt2, ids)
-        affixes = affixes_of(tokenizer["post_processor"]) if tokenizer else affixes_by_flags(config, begin, end)
+        affixes = affixes_by_flags(config, begin, end) if tokenizer is None else affixes_of(tokenizer)
         prefix_space = (config if is_gpt2 else tokenizer["pre_tokenizer"]).get("add_prefix_space")
         if config.get("split_special_tokens"):  # they aren't looked for in a text
             added = {text: t | {"normalized": None} if t["special"] else t for text, t in added.items()}
@@ -120,13 +123,12 @@ def known(ids, n_vocab):
 def read_settings(folder):
     """tokenizer_config.json, and special_tokens_map.json where the former doesn't list the added tokens."""
     path = folder / "tokenizer_config.json"
-    config, old = read_if_there(path), read_if_there(folder / "special_tokens_map.json")
+    config = read_if_there(path)
     if config.get("tokenizer_class") not in GPT2_CLASSES + PLAIN_CLASSES:
         raise DamagedFile(f"{path}: tokenizer_class {config['tokenizer_class']!r:.40} isn't supported")
     extra = config.get("extra_special_tokens") or config.get("additional_special_tokens") or []
-    if "added_tokens_decoder" in config:
-        old = {}
-    elif isinstance(extra, list):
+    old = {} if "added_tokens_decoder" in config else read_if_there(folder / "special_tokens_map.json")
+    if isinstance(extra, list):
         extra = [*extra, *(old.get("extra_special_tokens") or [])] or old.get("additional_special_tokens") or []
     return config | old | {"extra_special_tokens": extra}
 
@@ -164,7 +166,10 @@ def added_tokens(folder, config, tokenizer, is_gpt2, ids):
     numbers, by_id = with_ids(first, ids, {}, {})
     listed, (named, others) = listed_tokens(folder, config, tokenizer), special_tokens(config, is_gpt2)
     texts = {token["content"] for token in (*by_id.values(), *listed)}
-    new = [token for token in (*named.values(), *others) if token["content"] not in texts]
+    new = []
+    for token in (*named.values(), *others):
+        if token["content"] not in texts and token not in new:  # the last of those that differ in their flags counts
+            new.append(token)
     numbers, by_id = with_ids([*listed, *new], ids, numbers, by_id)
     begin, end = (numbers.get(named[name]["content"]) if name in named else None for name in NAMED[:2])
     return {token["content"]: token | {"id": i} for i, token in by_id.items()}, begin, end
@@ -180,7 +185,7 @@ def listed_tokens(folder, config, tokenizer):
         names = {token if isinstance(token, str) else token["content"] for token in special if is_plain(token)}
         old = read_if_there(folder / "added_tokens.json")
         by_number = {number: as_token(text, special=text in names) for text, number in old.items()}
-        by_number |= {token["id"]: as_token(token) for token in (tokenizer["added_tokens"] if tokenizer else ())}
+        by_number |= {token["id"]: as_token(token) for token in (tokenizer or {"added_tokens": ()})["added_tokens"]}
     return [token for _, token in sorted(by_number.items(), key=lambda item: item[0])]
 
 
@@ -220,7 +225,7 @@ def read_vocabulary(folder):
 
 def read_tokenizer(path, tokenizer, is_gpt2):
     """(ids, ranks) of tokenizer.json; ValueError for what isn't as in GPT-2."""
-    model, splitter = tokenizer["model"], tokenizer["pre_tokenizer"] or {}
+    model, splitter = tokenizer["model"], tokenizer.get("pre_tokenizer") or {}
     wrong = {
         "normalizer": tokenizer.get("normalizer"),
         "pre_tokenizer": splitter.get("type") != "ByteLevel" or not splitter.get("use_regex", True),
@@ -232,7 +237,7 @@ def read_tokenizer(path, tokenizer, is_gpt2):
         if value:
             raise ValueError(f"its {key} differs")
     ids = check_ids(dict(model["vocab"]))
-    if model.get("unk_token") and not is_gpt2 and not ids.keys() >= {*BYTE_PIECES}:
+    if model.get("unk_token") and not is_gpt2 and not ids.keys() >= LETTERS:
         raise ValueError("it lacks bytes, for which there is an unk_token")
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     return ids, rank(path, merges, ids)
@@ -246,23 +251,19 @@ def check_ids(ids):
     return ids
 
 
-def affixes_of(processor):
-    """The ids (before, after) every text that a post-processor of tokenizer.json adds."""
-    kind, before, after = (processor or {}).get("type"), [], []
-    if kind == "Sequence":
-        for one in processor["processors"]:
-            first, last = affixes_of(one)
-            before, after = first + before, after + last
-    elif kind == "TemplateProcessing" and "single" in processor:
-        ids = [
-            processor["special_tokens"][item["SpecialToken"]["id"]]["ids"] if "SpecialToken" in item else None
-            for item in processor["single"]
-        ]
-        place = ids.index(None)
-        before, after = sum(ids[:place], []), sum(ids[place + 1 :], [])
-    elif kind not in (None, "ByteLevel"):
+def affixes_of(tokenizer):
+    """The ids (before, after) every text that the post-processor of tokenizer.json adds."""
+    whole = tokenizer.get("post_processor") or {"type": "ByteLevel"}
+    parts = whole["processors"] if whole["type"] == "Sequence" else [whole]
+    templates = [part for part in parts if part["type"] != "ByteLevel"]
+    if not templates:
+        return [], []
+    if len(templates) > 1 or templates[0]["type"] != "TemplateProcessing" or "single" not in templates[0]:
         raise ValueError("its post_processor differs")
-    return before, after
+    ids = {name: token["ids"] for name, token in templates[0]["special_tokens"].items()}
+    items = [ids[item["SpecialToken"]["id"]] if "SpecialToken" in item else None for item in templates[0]["single"]]
+    place = items.index(None)  # the text's
+    return sum(items[:place], []), sum(items[place + 1 :], [])
 
 
 def affixes_by_flags(config, begin, end):

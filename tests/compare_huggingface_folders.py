@@ -1,7 +1,7 @@
 """Draws folders in Hugging Face's layout at random and compares what is read from them with transformers.
 
 pip install -r requirements.txt torch==2.13.0 transformers==5.24.0
-python tests/compare_huggingface_folders.py [N_FOLDERS [FIRST_SEED]]    # golden: writes golden/huggingface/drawn.json
+python tests/compare_huggingface_folders.py [N_FOLDERS [FIRST_SEED]]    # golden: writes golden/huggingface/answers.json
 
 For each: ids and text of 24 texts, logits within 1e-4, greedy text of a prompt and of none; the same once more after
 transformers has saved the folder anew, and after export.py has. Where one refuses, the other has to.
@@ -17,36 +17,30 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE)]
 
-import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from folders import GOLDEN, draw, texts  # noqa: E402
+from folders import CASES, GOLDEN, N_NEW, PROMPT, difference, draw, outcome, read, texts, write_case  # noqa: E402
 from transformers import GPT2LMHeadModel, GPT2Tokenizer, PreTrainedTokenizerFast  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
-import export  # noqa: E402
-import gpt2  # noqa: E402
-import gpt2_kvcache  # noqa: E402
-import utils  # noqa: E402
+from export import export  # noqa: E402
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
-PROMPT, N_NEW, N_GOLDEN = "Once", 8, 24
+N_GOLDEN = 20  # folders whose results the suite compares with
 
 
 def load_theirs(folder):
-    settings = folder / "tokenizer_config.json"
-    plain = settings.exists() and json.loads(settings.read_text())["tokenizer_class"] not in (
-        "GPT2Tokenizer",
-        "GPT2TokenizerFast",
-    )
+    path = folder / "tokenizer_config.json"
+    kind = json.loads(path.read_text()).get("tokenizer_class") if path.exists() else None
+    plain = kind in ("PreTrainedTokenizerFast", "TokenizersBackend")
     tokenizer = (PreTrainedTokenizerFast if plain else GPT2Tokenizer).from_pretrained(folder)
     return tokenizer, GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def run_theirs(tokenizer, model, seed):
-    """What transformers reads: see the keys. An id that the model lacks counts as refused (None)."""
+def ask(tokenizer, model, texts):
+    """folders.read of transformers' own tokenizer and model. An id that the model lacks counts as refused."""
     n_vocab = model.config.vocab_size
-    encoded = [tokenizer.encode(text) for text in texts(seed)]
+    encoded = [tokenizer.encode(text) for text in texts]
     named = model.generation_config.eos_token_id
     ends = [i for i in (named if isinstance(named, list) else [named]) if i is not None and i < n_vocab]
     if not ends and tokenizer.eos_token_id is not None:
@@ -57,7 +51,7 @@ def run_theirs(tokenizer, model, seed):
 
     def logits(ids):
         with torch.no_grad():
-            return model(torch.tensor([ids])).logits[0].numpy() if ids and max(ids) < n_vocab else None
+            return model(torch.tensor([ids])).logits[0, -1, ::21].numpy() if ids and max(ids) < n_vocab else None
 
     def greedy(ids):
         ids = ids or begins[:1]
@@ -73,62 +67,11 @@ def run_theirs(tokenizer, model, seed):
     return {
         "ids": [ids if max(ids, default=0) < n_vocab else None for ids in encoded],
         "decoded": [tokenizer.decode(ids) for ids in encoded],
-        "pieces": [tokenizer.decode([i]) for i in range(n_vocab)],
-        "logits": logits(prompt),
+        "pieces": [tokenizer.decode([i]) for i in range(300, n_vocab)],
+        "logits": logits(prompt),  # of the last position, every 21st
         "new": new,
         "text": [None if ids is None else tokenizer.decode(ids) for ids in new],
     }
-
-
-def run_ours(folder, seed):
-    with contextlib.redirect_stderr(io.StringIO()):
-        encoder, hparams, params = utils.load_model(folder)
-    n_head = hparams["n_head"]
-
-    def ids_of(text, encode=encoder.encode):
-        try:
-            return encode(text)
-        except ValueError:
-            return None
-
-    prompts = [ids_of(text, encoder.encode_prompt) for text in (PROMPT, "")]
-    new = [
-        ids and gpt2_kvcache.generate(ids, params, n_head, N_NEW, end_of_text=encoder.end_of_text) for ids in prompts
-    ]
-    encoded = [ids_of(text) for text in texts(seed)]
-    return {
-        "ids": encoded,
-        "decoded": [None if ids is None else encoder.decode(ids) for ids in encoded],
-        "pieces": [encoder.decode([i]) for i in range(hparams["n_vocab"])],
-        "logits": prompts[0] and gpt2.gpt2(prompts[0], **params, n_head=n_head),
-        "new": new,
-        "text": [None if ids is None else encoder.decode(ids) for ids in new],
-    }
-
-
-def outcome(function, *arguments):
-    try:
-        return function(*arguments)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def difference(theirs, ours):
-    """What differs, "" if nothing. Both are dicts, or the errors of who refused."""
-    if isinstance(theirs, str) or isinstance(ours, str):
-        return "" if type(theirs) is type(ours) else f"one refuses: {theirs:.300}" if isinstance(theirs, str) else ours
-    for key, value in theirs.items():
-        if key == "logits":
-            if (value is None) != (ours[key] is None) or value is not None and np.abs(value - ours[key]).max() > 1e-4:
-                return "logits"
-        elif key == "decoded":
-            value = [text for text, ids in zip(value, theirs["ids"], strict=True) if ids is not None]
-            if value != [text for text, ids in zip(ours[key], ours["ids"], strict=True) if ids is not None]:
-                return key
-        elif value != ours[key]:
-            pairs = [(a, b) for a, b in zip(value, ours[key], strict=True) if a != b]
-            return f"{key}: {pairs[0]} ({len(pairs)})"
-    return ""
 
 
 def compare(seed, root):
@@ -137,15 +80,15 @@ def compare(seed, root):
     draw(seed, folder)
     loaded = outcome(load_theirs, folder)
     if isinstance(loaded, str):
-        return loaded, [("drawn", difference(loaded, outcome(run_ours, folder, seed)))]
-    theirs = outcome(run_theirs, *loaded, seed)
-    found = [("drawn", difference(theirs, outcome(run_ours, folder, seed)))]
-    if outcome(lambda: [part.save_pretrained(anew) for part in loaded]).__class__ is list:  # not all that runs is saved
-        again = outcome(lambda: run_theirs(*load_theirs(anew), seed))
-        found.append(("saved anew", difference(again, outcome(run_ours, anew, seed))))
+        return loaded, [("drawn", difference(loaded, outcome(read, folder, texts(seed))))]
+    theirs = outcome(ask, *loaded, texts(seed))
+    found = [("drawn", difference(theirs, outcome(read, folder, texts(seed))))]
+    if isinstance(outcome(lambda: [part.save_pretrained(anew) for part in loaded]), list):  # not all that runs is saved
+        again = outcome(lambda: ask(*load_theirs(anew), texts(seed)))
+        found.append(("saved anew", difference(again, outcome(read, anew, texts(seed)))))
     with contextlib.redirect_stderr(io.StringIO()):
-        export.export(exported, str(seed), root / "models")
-    found.append(("exported", difference(theirs, outcome(lambda: run_theirs(*load_theirs(exported), seed)))))
+        export(exported, str(seed), root / "models")
+    found.append(("exported", difference(theirs, outcome(lambda: ask(*load_theirs(exported), texts(seed))))))
     return theirs, found
 
 
@@ -164,17 +107,20 @@ def main(n_folders=200, first_seed=0):
 
 
 def write_golden():
-    """What transformers makes of the first folders that it reads."""
+    """Writes what transformers makes of the first drawn folders that it reads, and of folders.CASES."""
     golden = {}
     with tempfile.TemporaryDirectory() as root:
-        for seed in range(10 * N_GOLDEN):
-            theirs, _ = compare(seed, Path(root))
-            if not isinstance(theirs, str) and len(golden) < N_GOLDEN:
-                logits = theirs.pop("logits")
-                del theirs["pieces"]
-                golden[seed] = theirs | {"logits": None if logits is None else logits[-1].round(5).tolist()[:40]}
-    lines = ",\n".join(f'"{seed}": {json.dumps(content)}' for seed, content in golden.items())
-    (GOLDEN / "drawn.json").write_text("{" + lines + "}\n")
+        for seed in range(N_GOLDEN):
+            draw(seed, Path(root) / str(seed))
+            golden[str(seed)] = ask(*load_theirs(Path(root) / str(seed)), texts(seed, 12))
+        for name in CASES:
+            golden[name] = ask(*load_theirs(write_case(name, Path(root) / name)), CASES[name].texts)
+    for content in golden.values():
+        content["logits"] = (
+            content["logits"] if content["logits"] is None else [round(float(x), 5) for x in content["logits"]]
+        )
+    lines = [f"{json.dumps(name)}: {json.dumps(content, ensure_ascii=False)}" for name, content in golden.items()]
+    (GOLDEN / "answers.json").write_text("{" + ",\n".join(lines) + "}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,20 @@
 """Folders in Hugging Face's layout for the tests."""
 
+import contextlib
+import io
+import itertools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import safetensors.numpy
 from tiny import random_tokens
 
 import gpt2
+import gpt2_kvcache
 import utils
 from model_files import huggingface
 from utils import load_encoder_hparams_and_params
@@ -34,6 +40,61 @@ def edit(path, **changes):
 def stored(folder):
     """name -> float32 array of a golden model in one file, by the safetensors package."""
     return safetensors.numpy.load_file(folder / "model.safetensors")
+
+
+# What a folder gives: read here by us, by compare_huggingface_folders.ask by transformers
+
+PROMPT, N_NEW = "Once", 8
+
+
+def read(folder, texts):
+    """What is read from a folder, see the keys; None for a text with a token that the model lacks."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        encoder, hparams, params = utils.load_model(folder)
+    n_head = hparams["n_head"]
+
+    def ids_of(text, encode=encoder.encode):
+        try:
+            return encode(text)
+        except ValueError:
+            return None
+
+    def greedy(ids):
+        return ids and gpt2_kvcache.generate(ids, params, n_head, N_NEW, end_of_text=encoder.end_of_text)
+
+    prompt, encoded = ids_of(PROMPT, encoder.encode_prompt), [ids_of(text) for text in texts]
+    new = [greedy(prompt), greedy(ids_of("", encoder.encode_prompt))]
+    return {
+        "ids": encoded,
+        "decoded": [None if ids is None else encoder.decode(ids) for ids in encoded],
+        "pieces": [encoder.decode([i]) for i in range(300, hparams["n_vocab"])],
+        "logits": prompt and gpt2.gpt2(prompt, **params, n_head=n_head)[-1, ::21],
+        "new": new,  # greedy, of a prompt and of none
+        "text": [None if ids is None else encoder.decode(ids) for ids in new],
+    }
+
+
+def outcome(function, *arguments):
+    """What it returns, or its error as a text."""
+    try:
+        return function(*arguments)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def difference(theirs, ours):
+    """What differs, "" if nothing. Both are from `read` or `ask`, or the errors of who refused."""
+    if isinstance(theirs, str) or isinstance(ours, str):
+        return "" if type(theirs) is type(ours) else str(theirs if isinstance(theirs, str) else ours)
+    for key, expected in theirs.items():
+        found, left = ours[key], [ids is not None for ids in theirs["ids"]]
+        if key == "decoded":  # transformers decodes what a model lacks, too
+            expected, found = (list(itertools.compress(texts, left)) for texts in (expected, found))
+        if key == "logits" and expected is not None and found is not None:
+            expected, found = np.abs(np.asarray(expected) - found).max() < 1e-4, True
+        if expected != found:
+            return f"{key}: {expected} and {found}"
+    return ""
 
 
 # Folders drawn at random: the same for a seed on every machine. compare_huggingface_folders.py asks transformers.
@@ -264,3 +325,178 @@ def put_safetensors(path, weights, dtype="F32"):
 
 def put_json(path, content):
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+# Cases of their own, each a change of one plain folder
+
+PIECES = [*BYTES, *(merge.replace(" ", "") for merge in MERGES[:60]), "<|endoftext|>"]
+END, NEW = len(PIECES) - 1, len(PIECES)  # the ids of "<|endoftext|>" and of the first token that is added
+LISTED = {"lstrip": False, "rstrip": False, "single_word": False, "normalized": False, "special": True}
+
+
+class Case(NamedTuple):
+    files: dict = {}  # name -> keys to change, or the whole content as a text
+    n_vocab: int = NEW
+    favourite: int = None  # a token that the model writes whatever was before
+    weights: Callable = dict  # name -> array to the same, changed
+    texts: tuple = ("the king", "<|endoftext|>", "a<|endoftext|> the", "")
+
+
+def write_case(name, folder):
+    """Writes the folder of one of CASES and returns it."""
+    folder.mkdir(parents=True)
+    case = CASES[name]
+    put_json(folder / "vocab.json", {piece: i for i, piece in enumerate(PIECES)})
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *MERGES[:60], ""]), encoding="utf-8")
+    config = {"model_type": "gpt2", "vocab_size": case.n_vocab, "n_positions": 16, "n_embd": 12, "n_head": 3}
+    put_json(folder / "config.json", config | {"n_layer": 2})
+    for file, content in case.files.items():
+        if isinstance(content, str):
+            (folder / file).write_text(content, encoding="utf-8")
+        else:
+            edit(folder / file, **content)
+    rng, weights = np.random.default_rng(0), {}
+    for ours, shape in utils.tensors(huggingface.load_hparams(folder)):
+        array = rng.standard_normal(shape, np.float32) * np.float32(0.3) + ("/g" in ours)
+        weights["transformer." + huggingface.their_name(ours)] = array
+    if case.favourite is not None:
+        weights["transformer.ln_f.bias"][:] = 1
+        weights["transformer.wte.weight"][case.favourite] = 3
+    put_safetensors(folder / "model.safetensors", case.weights(weights))
+    return folder
+
+
+def under_lm_head(weights):
+    return {"lm_head.weight" if "wte" in name else name: array for name, array in weights.items()}
+
+
+def with_both_names(weights):
+    return weights | {"lm_head.weight": weights["transformer.wte.weight"]}
+
+
+def with_heads(weights):
+    unused = {**HEADS, "transformer.h.1.attn.masked_bias": (1,), "transformer.h.2.ln_1.bias": (12,), "v_head.0.b": (1,)}
+    return weights | {name: np.zeros(shape) for name, shape in unused.items()}
+
+
+def settings(**keys):
+    return {"tokenizer_config.json": keys}
+
+
+def ends(**keys):
+    """<|konec|> is an added token, which the files say ends a text."""
+    return {"added_tokens.json": {"<|konec|>": NEW}, **keys}
+
+
+def in_vocabulary(text, **flags):
+    """A special token in the vocabulary itself, which the model likes to write."""
+    listed = {str(NEW): {"content": text, **LISTED, **flags}}
+    files = {"vocab.json": {text: NEW}} | settings(added_tokens_decoder=listed)
+    return Case(files, NEW + 1, NEW, texts=(text, f"a{text}a", f"a {text} {text}b{text}"))
+
+
+def tokenizer_json(**changes):
+    """The same vocabulary as tokenizer.json; the other files go."""
+    rng = random.Random(0)
+    content = draw_fast(rng, {piece: i for i, piece in enumerate(PIECES)}, MERGES[:60], {})
+    plain = {"pre_tokenizer": PREFIX | {"add_prefix_space": False}, "post_processor": None}
+    return {"tokenizer.json": json.dumps(content | plain | changes)}
+
+
+TEMPLATE = {
+    "type": "TemplateProcessing",
+    "single": [{"SpecialToken": {"id": "x", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+    "special_tokens": {"x": {"id": "x", "ids": [END, 5], "tokens": ["x", "y"]}},
+}
+PREFIX = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+KONEC, STRIPPED = ("a<|konec|>", "<pad><sep>", "<sep>"), ("a  <s>  b<s>", "<s> <s>", "cat cats, cat", "\n<s>\x85 x")
+PAD = settings(pad_token="<pad>")
+CASES = {
+    "the tied matrix is stored as lm_head alone": Case(weights=under_lm_head),
+    "the tied matrix is stored twice": Case(weights=with_both_names),
+    "heads, buffers and a block too many": Case(weights=with_heads),
+    "a config of 2019 without model_type": Case({"config.json": {"model_type": None, "n_ctx": 16}}),
+    "an architecture in place of model_type": Case(
+        {"config.json": {"model_type": None, "architectures": ["GPT2Model"]}}
+    ),
+    "sizes under other names": Case(
+        {"config.json": {"n_embd": None, "hidden_size": 12, "n_head": None, "num_attention_heads": 3}}
+    ),
+    "sizes of one": Case({"config.json": {"n_embd": 1, "n_head": 1, "n_layer": 1, "n_inner": 1}}),
+    "rows that only pad": Case(n_vocab=NEW // 64 * 64 + 64, favourite=NEW + 1),
+    "a pad token without a row": Case(PAD, texts=("the king", "a<pad>", "<pad>")),
+    "a pad token with a row": Case(PAD, NEW + 1, NEW, texts=("the king", "a<pad>", "<pad>")),
+    "cyrillic letters in a special token": in_vocabulary("<|конец|>"),
+    "letters that mean bytes in a special token": in_vocabulary("<|fin_été|>"),
+    "a letter that means a control character": in_vocabulary("<|đem|>"),
+    "a space in a special token": in_vocabulary("<|new line|>", normalized=True),
+    "a special token that no file lists": Case({"vocab.json": {"<|конец|>": NEW}}, NEW + 1, NEW, texts=("<|конец|>",)),
+    "the end in config.json": Case(ends(**{"config.json": {"eos_token_id": NEW}}), NEW + 1, NEW, texts=KONEC),
+    "the end in special_tokens_map.json": Case(
+        ends(**{"special_tokens_map.json": {"eos_token": "<|konec|>"}}), NEW + 1, NEW, texts=KONEC
+    ),
+    "the end in special_tokens_map.json with its flags": Case(
+        ends(**{"special_tokens_map.json": {"eos_token": {"content": "<|konec|>", **LISTED}}}),
+        NEW + 1,
+        NEW,
+        texts=KONEC,
+    ),
+    "the end in tokenizer_config.json": Case(ends(**settings(eos_token="<|konec|>")), NEW + 1, NEW, texts=KONEC),
+    "the end in tokenizer_config.json with its flags": Case(
+        settings(eos_token={"__type": "AddedToken", "content": "<|konec|>", **LISTED}), NEW + 1, NEW, texts=KONEC
+    ),
+    "several ends in generation_config.json": Case(
+        ends(**{"generation_config.json": {"eos_token_id": [3, NEW]}, "config.json": {"eos_token_id": 4}}), NEW + 1, NEW
+    ),
+    "generation_config.json goes before config.json": Case(
+        ends(**{"generation_config.json": {"eos_token_id": 3}, "config.json": {"eos_token_id": NEW}}), NEW + 1, NEW
+    ),
+    "config.json goes before the tokenizer": Case({"config.json": {"eos_token_id": 3}}, favourite=END),
+    "an end beyond the vocabulary is none": Case({"config.json": {"eos_token_id": 50256}}, favourite=END),
+    "a vocabulary without an end": Case(
+        {"vocab.json": {"<|endoftext|>": None, "</s>": END}, "config.json": {"eos_token_id": END}}, favourite=END
+    ),
+    "the beginning in config.json": Case({"config.json": {"bos_token_id": 29, "eos_token_id": END}}),
+    "the beginning in generation_config.json": Case(
+        {"config.json": {"bos_token_id": 29}, "generation_config.json": {"bos_token_id": 75, "eos_token_id": END}}
+    ),
+    "the beginning in tokenizer_config.json": Case(settings(bos_token=PIECES[49])),
+    "no beginning": Case({"tokenizer_config.json": '{"bos_token": null}'}),
+    "a hole in the ids": Case({"added_tokens.json": {"<pad>": NEW, "<sep>": NEW + 3}}, NEW + 4, NEW + 1, texts=KONEC),
+    "a hole in the vocabulary": Case(
+        {"vocab.json": {"zzz": NEW + 9}, "added_tokens.json": {"<pad>": 0, "<sep>": 1}}, NEW + 12, NEW + 2, texts=KONEC
+    ),
+    "a vocabulary without a byte": Case({"vocab.json": {"q": None}}, texts=("quick the queen", "qqq")),
+    "a space before every text": Case(
+        settings(add_prefix_space=True), texts=("the", " the", "\nthe", "a<|endoftext|>b", "")
+    ),
+    "a token before and after every text": Case(settings(add_bos_token=True, add_eos_token=True)),
+    "one token with two sets of flags": Case(
+        {"special_tokens_map.json": {"eos_token": {"content": "<|endoftext|>", **LISTED, "lstrip": True}}},
+        texts=("a <|endoftext|>", "\t<|endoftext|> <|endoftext|>"),
+    ),
+    "special tokens are split": Case(settings(split_special_tokens=True)),
+    "names of one's own": Case(
+        settings(image_token="<img>", extra_special_tokens=["<e>"], additional_special_tokens=["<a>"]),
+        texts=("<img>", "<e>", "<a>"),
+    ),
+    "white space and words beside a token": Case(
+        settings(
+            added_tokens_decoder={
+                "0": {"content": "<s>", "lstrip": True, "rstrip": True},
+                "1": {"content": "cat", "single_word": True},
+            }
+        ),
+        NEW + 2,
+        texts=STRIPPED,
+    ),
+    "tokenizer.json with a template": Case(tokenizer_json(post_processor=TEMPLATE)),
+    "tokenizer.json with a sequence of processors": Case(
+        tokenizer_json(post_processor={"type": "Sequence", "processors": [PREFIX, TEMPLATE]})
+    ),
+    "tokenizer.json with a prefix space, which GPT2Tokenizer ignores": Case(tokenizer_json(pre_tokenizer=PREFIX)),
+    "tokenizer.json as it stands": Case(
+        tokenizer_json(pre_tokenizer=PREFIX) | settings(tokenizer_class="PreTrainedTokenizerFast", bos_token=PIECES[49])
+    ),
+}

@@ -1,5 +1,7 @@
 """Writes tests/golden/huggingface: folders by transformers' save_pretrained, with its logits and its tokenizers' ids.
 
+Its answers.json is written by compare_huggingface_folders.py.
+
 pip install -r requirements.txt torch==2.13.0 transformers==5.24.0
 python tests/make_huggingface_golden.py
 """
@@ -49,38 +51,9 @@ def logits(model, n_vocab):
 
 def strings(n=300):
     rng = random.Random(0)
-    parts = [
-        "the king",
-        "New York",
-        " New York",
-        "<pad>",
-        "<|endoftext|>",
-        "<x>",
-        "<x>y",
-        "<x",
-        "é",
-        "ñandú",
-        "中文",
-        "👑",
-    ]
-    parts += [
-        " ",
-        "  ",
-        "\n",
-        "\t",
-        "\u00a0",
-        "\u2003",
-        "\x1c",
-        "\x85",
-        "'s",
-        "'LL",
-        "'re",
-        "1234",
-        "½",
-        "٣",
-        "...",
-        "e\u0301",
-    ]
+    parts = ["the king", "New York", " New York", "<pad>", "<|endoftext|>", "<x>", "<x>y", "<x", "é", "ñandú", "中文"]
+    parts += ["👑", " ", "  ", "\n", "\t", "\u00a0", "\u2003", "\x1c", "\x85", "'s", "'LL", "'re", "1234", "½", "٣"]
+    parts += ["...", "e\u0301"]
     parts += ["Once upon a time", " there was", "<", "|", ">", "\0", "\u200d", "ſ", "ω", "\ufeff"]
     texts = ["", *parts]
     while len(texts) < n:
@@ -88,7 +61,8 @@ def strings(n=300):
     return texts
 
 
-shutil.rmtree(OUT, ignore_errors=True)
+for name in ("sharded", "bf16", "settings"):
+    shutil.rmtree(OUT / name, ignore_errors=True)
 golden = {}
 
 # Shards, the tokenizer as transformers 5 saves it.

@@ -115,6 +115,15 @@ def test_lone_surrogates_become_the_replacement_character_and_pairs_one_characte
     assert gpt2.decode(gpt2.encode("a\ud800b\ud83d\ude00")) == "a\ufffdb😀"
 
 
+def test_an_empty_prompt_begins_with_the_token_that_begins_a_text(fairytale):
+    assert fairytale.encode_prompt("") == [fairytale.begin_of_text] == [2047]
+    assert fairytale.encode_prompt("the") == fairytale.encode("the")
+    without = encoder.Encoder(fairytale.encoder, fairytale.ranks, (), None)
+    assert without.encode_prompt("the") == fairytale.encode("the")
+    with pytest.raises(ValueError, match="the prompt is empty, and this model has no token that begins a text"):
+        without.encode_prompt("")
+
+
 def test_end_of_text_in_a_text_is_ordinary(gpt2, fairytale):
     for each in (gpt2, fairytale):
         ids = each.encode("a<|endoftext|>b")

@@ -7,13 +7,17 @@ import sys
 import numpy as np
 import pytest
 import safetensors.numpy
-from folders import GOLDEN, MODELS, edit, load, logits, stored
+from folders import CASES, GOLDEN, MODELS, difference, draw, edit, load, logits, read, stored, texts, write_case
 from tiny import arrays, random_tokens
 
 import gpt2_kvcache
 import utils
 from errors import DamagedFile
 from export import export
+
+ANSWERS = json.loads(
+    (GOLDEN / "answers.json").read_text("utf-8")
+)  # transformers': compare_huggingface_folders.py golden
 
 
 def header_of(path):
@@ -52,6 +56,65 @@ def test_weights_are_read_only_views_of_the_file_in_float32():
         while isinstance(array, np.ndarray) and array.base is not None:
             array = array.base
         assert type(array).__name__ == "mmap"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_folder_gives_what_transformers_makes_of_it(name, tmp_path):
+    assert difference(ANSWERS[name], read(write_case(name, tmp_path / "case"), CASES[name].texts)) == ""
+
+
+@pytest.mark.parametrize("seed", [int(name) for name in ANSWERS if name.isdigit()])
+def test_a_folder_drawn_at_random_gives_what_transformers_makes_of_it(seed, tmp_path):
+    """compare_huggingface_folders.py has done so with 200 of them."""
+    draw(seed, tmp_path / "drawn")
+    assert difference(ANSWERS[str(seed)], read(tmp_path / "drawn", texts(seed, 12))) == ""
+
+
+def test_the_golden_answers_tell_folders_apart():
+    new = {name: ANSWERS[name]["new"] for name in CASES}
+    assert all(new[name][0] == [] for name in CASES if name.startswith(("the end in", "several ends")))
+    begun = [json.dumps(new[name][1]) for name in CASES if name.startswith("the beginning in")]
+    assert len({*begun, json.dumps(new["the tied matrix is stored twice"][1])}) == 4
+    assert new["no beginning"][1] is None
+
+
+def test_one_line_names_the_weights_that_are_not_used(tmp_path, capsys):
+    folder = write_case("heads, buffers and a block too many", tmp_path / "case")
+    load(folder)
+    unused = "h.*.attn.bias, h.*.attn.masked_bias, h.*.ln_1.bias, multiple_choice_head.summary.weight, score.weight"
+    assert capsys.readouterr().err.splitlines()[0] == f"gpt2: case also holds {unused}, v_head.*.b: not used"
+
+
+def test_fewer_layers_than_are_stored_are_run_as_transformers_does(copy):
+    """Its UNEXPECTED keys; what it would make up, the missing ones, is refused here."""
+    folder = copy("settings")
+    edit(folder / "config.json", n_layer=2)
+    assert len(load(folder)[2]["blocks"]) == 2
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"architectures": ["OpenAIGPTLMHeadModel"]},
+        {"architectures": None, "n_embd": None},
+        {"architectures": ["OpenAIGPTLMHeadModel"], "model_type": "openai-gpt"},
+        {"model_type": "gptj"},
+    ],
+)
+def test_a_config_of_another_kind_of_model_is_refused(copy, config):
+    folder = copy("settings")
+    edit(folder / "config.json", **({"model_type": None} | config))
+    with pytest.raises(DamagedFile, match="config.json: model_type must be 'gpt2', not"):
+        load(folder)
+
+
+@pytest.mark.parametrize("ids", ["3", [3, "4"], 3.0, True, {}])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_an_end_that_is_no_id_is_refused(copy, name, ids):
+    folder = copy("settings")
+    edit(folder / name, eos_token_id=ids)
+    with pytest.raises(DamagedFile, match=f"{name}: eos_token_id must be a token's id, not"):
+        load(folder)
 
 
 def test_float16_is_widened_and_a_stated_equal_head_and_stored_masks_are_left_aside(copy):
@@ -139,6 +202,7 @@ def test_a_setting_that_is_not_supported_is_refused_by_name(copy, key, value):
     [
         ("n_layer", 4, "lacks h.3.ln_1.weight, which config.json asks for"),
         ("n_layer", 10**100, "lacks h.3.ln_1.weight"),
+        ("vocab_size", 10**100, r"wte.weight has the shape \[385, 12\], config.json asks for \[10{100}, 12\]"),
         ("n_positions", 17, r"wpe.weight has the shape \[16, 12\], config.json asks for \[17, 12\]"),
         ("n_inner", 32, r"h.0.mlp.c_fc.weight has the shape \[12, 31\], config.json asks for \[12, 32\]"),
         ("tie_word_embeddings", False, "lm_head.weight is missing"),
@@ -236,9 +300,10 @@ def test_a_missing_shard_is_named(copy):
         load(folder)
 
 
-def test_a_pickle_alone_is_refused_with_the_line_that_converts_it(copy):
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model.bin.index.json"])
+def test_a_pickle_alone_is_refused_with_the_line_that_converts_it(copy, name):
     folder = copy("settings")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    (folder / "model.safetensors").rename(folder / name)
     with pytest.raises(OSError, match="pickle, which can run code .* python -c '.*save_pretrained.*' .*models/tiny$"):
         load(folder)
 

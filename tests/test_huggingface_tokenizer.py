@@ -1,11 +1,21 @@
 """Ids and text are those of transformers' tokenizer; its files are read in all their forms, or refused in one line."""
 
 import json
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
-from folders import GOLDEN, MODELS, edit, load
+from folders import GOLDEN, MODELS, TEMPLATE, edit, load, write_case
 
+import gpt2
+import gpt2_kvcache
+from batch import stream_batch
 from errors import DamagedFile
+from sampling import greedy
+
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -33,12 +43,71 @@ def test_an_added_token_of_letters_with_accents_is_decoded_as_text():
     assert len(encoder.encode("ñandú")) == 1 and encoder.decode(encoder.encode("ñandú")) == "ñandú"
 
 
+def test_only_a_text_with_a_token_that_has_no_row_is_refused(tmp_path):
+    encoder, _, _ = load(write_case("a pad token without a row", tmp_path / "case"))
+    assert encoder.decode(encoder.encode("the king")) == "the king"
+    with pytest.raises(ValueError, match="^the model has 317 tokens, and '<pad>' isn't one of them$"):
+        encoder.encode("the <pad>king")
+
+
+@pytest.mark.parametrize(
+    ("name", "prompt", "why"),
+    [
+        ("a pad token without a row", "the <pad>", "the model has 317 tokens, and '<pad>' isn't one of them"),
+        ("no beginning", "", "the prompt is empty, and this model has no token that begins a text: write something"),
+    ],
+)
+def test_a_prompt_that_the_model_cannot_begin_with_is_one_line(name, prompt, why, tmp_path):
+    write_case(name, tmp_path / "case")
+    command = [sys.executable, ROOT / "gpt2_kvcache.py", prompt, "--model_size", "case", "--models_dir", tmp_path]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.splitlines()[1:] == [f"gpt2_kvcache.py: {why}"]
+
+
+def test_a_batch_with_ids_that_only_pad_keeps_all_its_texts(tmp_path):
+    encoder, hparams, params = load(write_case("rows that only pad", tmp_path / "case"))
+    requests = [(encoder.encode(prompt), greedy) for prompt in ("the king", "a", "Once")]
+    texts = list(stream_batch(requests, params, hparams["n_head"], 5, encoder.end_of_text))
+    assert texts == [[318] * 5] * 3 and [encoder.decode(text) for text in texts] == [""] * 3
+
+
+def test_text_stops_at_any_of_several_ends(tmp_path):
+    encoder, hparams, params = load(write_case("several ends in generation_config.json", tmp_path / "case"))
+    assert encoder.end_of_text == (3, 317)
+    arguments = encoder.encode("Once"), params, hparams["n_head"], 5
+    assert gpt2.generate(*arguments) == gpt2_kvcache.generate(*arguments) == [317] * 5
+    assert gpt2.generate(*arguments, end_of_text=encoder.end_of_text) == []
+    assert gpt2_kvcache.generate(*arguments, end_of_text=encoder.end_of_text) == []
+    requests = [(encoder.encode("Once"), greedy)]
+    assert list(stream_batch(requests, params, hparams["n_head"], 5, encoder.end_of_text)) == [[]]
+
+
+def test_pieces_that_no_merge_makes_are_reported(tmp_path, capsys):
+    folder = write_case("no beginning", tmp_path / "case")
+    merges = (folder / "merges.txt").read_text().splitlines()
+    (folder / "merges.txt").write_text("\n".join(merges[:-10]) + "\n")
+    load(folder)
+    assert re.match(
+        r"gpt2: .*vocab.json: no merge makes '.*' \(of 10\); were merges cut short\?\n", capsys.readouterr().err
+    )
+
+
+def test_a_class_of_tokenizer_that_works_otherwise_is_refused(copy):
+    folder = copy("settings")
+    edit(folder / "tokenizer_config.json", tokenizer_class="RobertaTokenizer")
+    with pytest.raises(DamagedFile, match="tokenizer_config.json: tokenizer_class 'RobertaTokenizer' isn't supported"):
+        load(folder)
+
+
 @pytest.mark.parametrize(
     ("key", "change", "why"),
     [
         ("normalizer", {"type": "Lowercase"}, "its normalizer differs"),
         ("pre_tokenizer", {"type": "Whitespace"}, "its pre_tokenizer differs"),
         ("post_processor", {"type": "TemplateProcessing", "special_tokens": {"<s>": {}}}, "its post_processor differs"),
+        ("post_processor", {"type": "Sequence", "processors": [TEMPLATE] * 2}, "its post_processor differs"),
+        ("post_processor", {"type": "RobertaProcessing"}, "its post_processor differs"),
         ("model", {"type": "WordPiece"}, "its model differs"),
         ("model", {"type": "BPE", "vocab": []}, "'merges' is missing"),
         ("model", {"type": "BPE", "vocab": [1], "merges": []}, "not a tokenizer"),

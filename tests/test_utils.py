@@ -7,6 +7,7 @@ import pytest
 from store import gzipped, no_length, serving, status, web_page
 from tiny import random_params
 
+import gpt2
 import utils
 from errors import DamagedFile
 from model_files.download import FILES, GRAPH
@@ -246,6 +247,14 @@ def test_one_line_on_stderr_names_the_fallback_and_how_to_ask_for_124M(model, ca
     assert err.endswith("; --model_size 124M insists on it\n")
 
 
+def test_a_working_directory_that_is_gone_does_not_matter(capsys, monkeypatch, tmp_path):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    load_encoder_hparams_and_params("fairytale")
+    assert capsys.readouterr().err == f"gpt2: model fairytale ({utils.BUNDLED})\n"
+
+
 def test_nothing_is_said_of_a_model_that_cannot_be_loaded(model, capsys):
     (model / "hparams.json").unlink()
     with pytest.raises(FileNotFoundError, match="hparams.json"):
@@ -264,6 +273,15 @@ def test_more_ids_than_n_vocab_are_refused(model):
     (model / "hparams.json").write_text(json.dumps(HPARAMS | {"n_vocab": 2047}))
     with pytest.raises(DamagedFile, match=r"tiny.encoder.json has 2048 ids, n_vocab in hparams.json is 2047"):
         load_encoder_hparams_and_params("tiny", "models")
+
+
+def test_rows_that_only_pad_wte_stand_for_nothing(model, monkeypatch):
+    monkeypatch.setattr(utils, "load_weights", lambda folder: flat(random_params(n_vocab=2112)))
+    (model / "hparams.json").write_text(json.dumps(HPARAMS | {"n_vocab": 2112}))
+    encoder, _, _ = load_encoder_hparams_and_params("tiny", "models")
+    assert encoder.decode([2048, 2111, 2047]) == "<|endoftext|>" and encoder.decode_bytes([2111]) == b""
+    with pytest.raises(ValueError, match="no token has the id 2112: ids are 0 to 2111"):
+        encoder.decode([2112])
 
 
 def test_a_damaged_file_of_openais_says_how_to_get_it_again(model):
@@ -317,6 +335,13 @@ def test_a_value_that_is_no_positive_whole_number_is_refused(tmp_path, key, valu
     content = json.dumps(HPARAMS | {key: value}).encode()
     with pytest.raises(DamagedFile, match=f"hparams.json: {key} must be a positive whole number, not .{{1,40}}$"):
         load_hparams(hparams_file(tmp_path, content))
+
+
+def test_sizes_of_one_are_sizes(tmp_path):
+    ones = dict.fromkeys(HPARAMS, 1) | {"n_inner": 1}
+    assert load_hparams(hparams_file(tmp_path, json.dumps(ones).encode())) == ones
+    weights = {name: np.ones(shape, np.float32) for name, shape in tensors(ones)}
+    assert gpt2.gpt2([0], **arrange(weights, ones, tmp_path), n_head=1).shape == (1, 1)
 
 
 def test_n_head_must_divide_n_embd(tmp_path):
