@@ -1,5 +1,6 @@
 """From a model's name to (encoder, hparams, params): which folder, is all there, does all fit together."""
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ def load_encoder_hparams_and_params(model_size=None, models_dir=None):
         if folder.name not in SIZES:
             raise
         raise DamagedFile(f"{error}; with {folder} removed, the same command downloads it anew") from None
-    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    shown = folder
+    with contextlib.suppress(OSError, ValueError):  # the working directory may be gone; the folder may not be in it
+        shown = folder.relative_to(Path.cwd())
     print(f"gpt2: model {folder.name} ({shown}){note}", file=sys.stderr)
     return encoder, hparams, params
 
