@@ -484,7 +484,7 @@ def test_a_script_that_is_stopped_waits_for_no_reader(start):
 
 
 @pytest.mark.parametrize(("number", "status"), ENDINGS)
-def test_a_second_signal_does_not_break_off_what_cleans_up(number, status, heeded_sigint):
+def test_a_second_signal_does_not_break_off_what_cleans_up(number, status, heeded_sigint, start):
     code = """
 import command_line, time
 def main():
@@ -516,7 +516,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored(start):
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="makes a container")
-def test_a_signal_ends_the_first_process_of_a_container():
+def test_a_signal_ends_the_first_process_of_a_container(start):
     """There a signal that nobody handles does nothing."""
     container = start("gpt2_kvcache.py", *ENDLESS, before=["unshare", "-pf", "--kill-child"])
     if not os.read(container.stdout.fileno(), 100):
