@@ -446,9 +446,9 @@ def test_a_signal_leaves_what_was_written_on_a_terminal(number, status, heeded_s
 def test_text_goes_to_a_pipe_as_it_is_written_and_stays_after_a_signal(script, number, status, heeded_sigint, start):
     process = start(script, *ENDLESS)
     output = b""
-    while len(output) < 40:
-        output += os.read(process.stdout.fileno(), 8192)
-    assert len(output) < 4096  # Python would keep 8,192 bytes together
+    while len(output) < 40 and (data := os.read(process.stdout.fileno(), 8192)):
+        output += data
+    assert 0 < len(output) < 4096  # Python would keep 8,192 bytes together
     process.send_signal(number)
     rest, errors = process.communicate(timeout=60)
     expected = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
