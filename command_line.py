@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 
-EVERY = 0.02  # a flush for every token of the bundled model would take 2 % of its time
+EVERY = 0.02  # a flush for every token of the bundled model would cost 1 to 2 % of its time
 
 FLAG = re.compile("--|-[a-zA-Z]")  # how a word begins that names an argument; -5 and - are texts
 
@@ -189,8 +189,9 @@ def stop(number, frame):
 
 
 def attempt(main):
-    """Calls main with the arguments of the command line. -> exit status, message or None."""
+    """Calls main with the arguments of the command line, until a signal comes. -> exit status, message or None."""
     try:
+        on_stop_signals(stop)
         call = parse(main, sys.argv[1:])
         if call.keywords.get("prompt") == "-":
             call.keywords["prompt"] = read_input("-").removesuffix("\n")
@@ -211,7 +212,6 @@ def run(main):
         if getattr(sys, name) is None:  # closed, as by `>&-`: writing to stdout fails, stderr is not missed
             setattr(sys, name, open(os.open(os.devnull, mode), "w"))
     sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
-    on_stop_signals(stop)
     status, message = attempt(main)
     on_stop_signals(signal.SIG_IGN)
     try:
