@@ -207,7 +207,7 @@ def attempt(main):
 
 
 def run(main):
-    """Calls main with the arguments of the command line and ends the process with the right status."""
+    """Calls main with the arguments of the command line, the last thing that a script does; sets its exit status."""
     for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
         if getattr(sys, name) is None:  # closed, as by `>&-`: writing to stdout fails, stderr is not missed
             setattr(sys, name, open(os.open(os.devnull, mode), "w"))
@@ -223,4 +223,5 @@ def run(main):
         status, message = (status, None) if status > 128 else (1, f"stdout: {error.strerror}")
     if message:
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
-    sys.exit(status)
+    if status:
+        sys.exit(status)
