@@ -1,6 +1,7 @@
 """What the command lines share: arguments, text to stdout as it is written, and failures as one line.
 
-stdout carries the generated text and nothing else. Exit status: 2 for bad input, 1 for a failure, 130 after Ctrl-C.
+stdout carries the generated text and nothing else. Exit status: 2 for bad input, 1 for a failure, 130 after Ctrl-C,
+143 after SIGTERM.
 """
 
 import codecs
@@ -8,13 +9,19 @@ import contextlib
 import functools
 import os
 import re
+import select
+import signal
 import sys
+import time
 import warnings
+
+EVERY = 0.02  # a flush for every token of the bundled model would cost 1 to 2 % of its time
 
 FLAG = re.compile("--|-[a-zA-Z]")  # how a word begins that names an argument; -5 and - are texts
 
 ARGUMENTS = {
-    "prompt": "the text to continue; one that begins with a dash is written --prompt='-...'",
+    "prompt": "the text to continue; - reads it from stdin, less a line end at its end; "
+    "one that begins with a dash is written --prompt='-...'",
     "file": "a UTF-8 text file; - is stdin",
     "num_samples": "how many continuations of each prompt",
     "n_tokens_to_generate": "how many tokens to write at most (a token is about 4 letters of English)",
@@ -39,13 +46,16 @@ ARGUMENTS = {
 
 
 def read_input(path):
-    """The text of a UTF-8 file, or of stdin for "-"; line ends become \n."""
+    """The text of a UTF-8 file, or of stdin for "-"; line ends become \n. ValueError if it isn't UTF-8, or OSError."""
+    if path == "-" and sys.stdin is None:
+        raise OSError("stdin is closed")
     with contextlib.nullcontext(sys.stdin.buffer) if path == "-" else open(path, "rb") as file:
         data = file.read()
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} isn't UTF-8 text: byte {error.start} is wrong") from None
+        name = "stdin" if path == "-" else path
+        raise ValueError(f"{name} isn't UTF-8 text: byte {error.start} is wrong") from None
 
 
 def with_bar(items, total, unit):
@@ -60,15 +70,16 @@ def with_bar(items, total, unit):
 def write_text(tokens, encoder, n_tokens):
     """Writes the text of an iterator of token ids to stdout, each character as soon as its last byte is there.
 
-    -> the number of tokens that there were.
+    A pipe or a file gets it within EVERY seconds. -> the number of tokens that there were.
     """
     on_screen = sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    n = 0
+    n, flushed = 0, -EVERY
     for n, token in enumerate(with_bar(tokens, n_tokens, "token"), 1):  # noqa: B007
         sys.stdout.write(decoder.decode(encoder.decode_bytes([token])))
-        if on_screen:
+        if on_screen or time.monotonic() - flushed > EVERY:
             sys.stdout.flush()
+            flushed = time.monotonic()
     sys.stdout.write(decoder.decode(b"", final=True))
     if on_screen and n_tokens:
         sys.stdout.write("\n")
@@ -76,13 +87,13 @@ def write_text(tokens, encoder, n_tokens):
 
 
 def parse(main, arguments):
-    """main with its arguments, not yet called: all are read before any work begins.
+    """main with its arguments, not yet called, or what prints the help: all are read before any work begins.
 
     Each is taken as its annotation says, never guessed: the prompt 007 stays these three characters.
     """
     texts = split(main, arguments)
     if texts is None:
-        explain(main, arguments)
+        return explain(main, arguments)
     return functools.partial(main, **{name: to_value(text, name, main) for name, text in texts.items()})
 
 
@@ -127,14 +138,13 @@ def to_value(text, name, main):
 
 
 def explain(main, arguments):
-    """Prints the help and ends, or raises ValueError that says what is wrong with a command line."""
+    """A function that prints the help; ValueError that says what is wrong with a command line."""
     name = os.path.basename(sys.argv[0])
     if {"-h", "--help"} & set(arguments):
         help_text = ask_fire(main, ["--help"], name).partition("\n\n")[2].partition("\n\nGROUPS")[0]
         letters = [full[0] for full in main.__annotations__]  # fire offers -p for one of two that begin with p
         help_text = re.sub("-([a-z]), --", lambda m: m[0] if letters.count(m[1]) == 1 else "--", help_text)
-        print(help_text.replace("GROUP | ", ""))
-        sys.exit()
+        return functools.partial(print, help_text.replace("GROUP | ", ""))
     reason = ask_fire(main, arguments, name).partition("\n")[0].removeprefix("ERROR: ")
     what, colon, word = reason.partition("Could not consume arg: ")
     if colon:
@@ -167,26 +177,54 @@ def ask_fire(main, arguments, name="", call=lambda **texts: None):
     return screen.getvalue()
 
 
+def on_stop_signals(handler):
+    """Sets what SIGINT and SIGTERM do; one that the parent ignores, as a script does for `&`, stays ignored."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def stop(number, frame):
+    """Ends a run from anywhere in it. A second signal (`timeout` sends two) doesn't break off what cleans up."""
+    on_stop_signals(signal.SIG_IGN)
+    raise KeyboardInterrupt(number)
+
+
+def attempt(main):
+    """Calls main with the arguments of the command line, until a signal comes. -> exit status, message or None."""
+    try:
+        on_stop_signals(stop)
+        call = parse(main, sys.argv[1:])
+        if call.keywords.get("prompt") == "-":
+            call.keywords["prompt"] = read_input("-").removesuffix("\n")
+        call()
+    except KeyboardInterrupt as stopped:
+        return 128 + (stopped.args or [signal.SIGINT])[0], None
+    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        if isinstance(error, OSError) and error.strerror:  # without "[Errno 2]"
+            message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        return 2 if isinstance(error, ValueError) else 1, message
+    return 0, None
+
+
 def run(main):
-    """Calls main with the arguments of the command line and ends the process with the right status."""
-    for stream in ("stdout", "stderr"):
-        if getattr(sys, stream) is None:  # closed, as by `>&-`
-            setattr(sys, stream, open(os.devnull, "w"))
+    """Calls main with the arguments of the command line, the last thing that a script does; sets its exit status."""
+    for name, mode in (("stdout", os.O_RDONLY), ("stderr", os.O_WRONLY)):
+        if getattr(sys, name) is None:  # closed, as by `>&-`: writing to stdout fails, stderr is not missed
+            setattr(sys, name, open(os.open(os.devnull, mode), "w"))
     sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks becomes "?"
     warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's about overflow: what comes of it is said in one line
+    status, message = attempt(main)
+    on_stop_signals(signal.SIG_IGN)
     try:
-        parse(main, sys.argv[1:])()
+        if status > 128 and not select.select([], [sys.stdout], [], 0)[1]:
+            raise BlockingIOError  # whoever is stopped doesn't wait for a reader that doesn't read
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has what it wanted (`| head -1`)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-        sys.exit(130)
-    except (ValueError, OSError, MemoryError, FloatingPointError) as error:
-        sys.stdout.flush()
-        message = " ".join(str(error).split()) or type(error).__name__
-        if isinstance(error, OSError) and error.strerror and error.filename:
-            message = f"{error.filename}: {error.strerror}"  # without "[Errno 2]"
+    except OSError as error:  # a full disk, or a reader that has what it wanted (`| head -1`)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's own flush at the end shall not fail
+        status, message = (status, None) if status > 128 else (1, f"stdout: {error.strerror}")
+    if message:
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr)
-        sys.exit(2 if isinstance(error, ValueError) else 1)
+    if status:
+        sys.exit(status)

@@ -1,7 +1,7 @@
 """The command lines of gpt2.py and gpt2_kvcache.py, run as a user runs them, on the bundled model."""
 
 import contextlib
-import io
+import fcntl
 import os
 import pty
 import re
@@ -9,28 +9,34 @@ import shutil
 import signal
 import subprocess
 import sys
+import termios
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from store import serving
 
 import batch
 import bench
 import command_line
 import gpt2_kvcache
 import speculative
+from model_files.download import FILES as DOWNLOADED
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ["gpt2.py", "gpt2_kvcache.py"]
 NOWHERE = {"GPT2_BASE_URL": "http://127.0.0.1:9/models"}  # a port that refuses connections
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"} | NOWHERE
 
 
-def run(script, *arguments, env=None, stdin=subprocess.DEVNULL, **options):
+def run(script, *arguments, env=None, **options):
     command = [sys.executable, script, *map(str, arguments)]
-    environment = {**os.environ, **NOWHERE, "PYTHONIOENCODING": "utf-8", **(env or {})}
-    return subprocess.run(command, cwd=ROOT, env=environment, stdin=stdin, capture_output=True, timeout=120, **options)
+    options = {"stdin": None if "input" in options else subprocess.DEVNULL, "timeout": 120, **options}
+    environment = {**ENVIRONMENT, "PYTHONIOENCODING": "utf-8", **(env or {})}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, **options)
 
 
 def fairytale(script, prompt, *arguments, **options):
@@ -75,8 +81,8 @@ def test_what_fire_accepts_is_read_as_fire_reads_it_and_all_else_is_explained(ma
     if not ODD & set(arguments) or texts is not None:
         assert texts == as_fire_reads(main, arguments)
     if texts is None:
-        with pytest.raises((ValueError, SystemExit)), contextlib.redirect_stdout(io.StringIO()):
-            command_line.parse(main, arguments)
+        with contextlib.suppress(ValueError):
+            assert command_line.parse(main, arguments).func is print  # the help
 
 
 @pytest.mark.parametrize(
@@ -132,11 +138,17 @@ def test_what_is_no_argument_is_named(arguments, message):
     assert_refused(run("gpt2_kvcache.py", *arguments), 2, message)
 
 
+def shell(command):
+    """The result of a line for bash, in which $PY is the Python of the tests."""
+    environment = {**ENVIRONMENT, "PY": sys.executable}
+    return subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, timeout=120)
+
+
 def test_a_closed_stdout_or_stderr_is_no_traceback():
     for redirection, expected in ((">&-", b""), ("2>&-", b"xed")):
-        command = f"{sys.executable} gpt2_kvcache.py x --n_tokens_to_generate 3 --model_size fairytale {redirection}"
-        result = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True)
+        result = shell(f"$PY gpt2_kvcache.py x --n_tokens_to_generate 3 --model_size fairytale {redirection}")
         assert result.stdout.startswith(expected) and b"Traceback" not in result.stderr
+        assert result.returncode == (redirection == ">&-")
 
 
 @pytest.mark.parametrize("prompt", ["Once upon a time", "", "日本 🙂 und Ä", "def f(x):\n    return", " \n\t "])
@@ -160,7 +172,6 @@ def test_both_scripts_print_the_same_bytes_and_nothing_else(prompt):
         '"quoted"',
         "{'a': 1}",
         "-5 degrees",
-        "-",
         "a=b",
         "1,2",
         "0x10",
@@ -304,11 +315,63 @@ def test_help_on_a_terminal_goes_through_no_pager(monkeypatch):
     assert status == 0 and errors == b"" and b"--prompt_cache" in output and b"FIRE" not in output
 
 
-def test_a_closed_pipe_is_quiet():
-    script = f"{sys.executable} gpt2_kvcache.py 'Once upon a time' --model_size fairytale --n_tokens_to_generate 400"
-    command = f"{script} | head -c 1"
-    result = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, timeout=120)
-    assert len(result.stdout) == 1 and len(result.stderr.splitlines()) == 1 and b"fairytale" in result.stderr
+def test_a_reader_that_has_enough_is_one_line():
+    """Not silence: what was meant to be written is lost."""
+    arguments = "x --n_tokens_to_generate 9999 --model_size fairytale"
+    result = shell(f"$PY gpt2_kvcache.py {arguments} | head -c 1; exit ${{PIPESTATUS[0]}}")
+    _, line = result.stderr.splitlines()  # the first names the model
+    assert result.returncode == 1 and len(result.stdout) == 1 and line == b"gpt2_kvcache.py: stdout: Broken pipe"
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="a device of Linux")
+@pytest.mark.parametrize("script", [*SCRIPTS, "speculative.py", "batch.py", "evaluate.py"])
+def test_a_full_disk_is_one_line(script, tmp_path):
+    (tmp_path / "text").write_text("The king\n")
+    for argument in (tmp_path / "text", "--help"):
+        result = shell(f"$PY {script} {argument} --model_size fairytale > /dev/full")
+        *before, last = result.stderr.splitlines()
+        assert result.returncode == 1 and last.decode() == f"{script}: stdout: No space left on device"
+        assert len(before) == (argument != "--help")
+
+
+def test_a_working_directory_that_is_gone_does_not_matter(tmp_path):
+    (tmp_path / "text").write_text("The king\n")
+    (tmp_path / "gone").mkdir()
+    for script, argument in (("gpt2_kvcache.py", "x"), ("batch.py", tmp_path / "text"), ("gpt2.py", "--help")):
+        arguments = f"{argument} --n_tokens_to_generate 3 --model_size fairytale"
+        lost = shell(f"mkdir -p {tmp_path}/gone; cd {tmp_path}/gone; rmdir $PWD; $PY {ROOT}/{script} {arguments}")
+        assert lost.returncode == 0 and lost.stdout == run(script, *arguments.split()).stdout != b""
+
+
+@pytest.mark.parametrize("script", [*SCRIPTS, "speculative.py"])
+def test_a_prompt_comes_from_stdin(script):
+    options = ["--n_tokens_to_generate", 4, "--model_size", "fairytale"]
+    expected = run(script, "The king\nhad é 🙂", *options).stdout
+    result = run(script, "-", *options, input="The king\nhad é 🙂\n".encode())
+    assert result.returncode == 0 and result.stdout == expected != b""
+
+
+@pytest.mark.parametrize(
+    ("data", "prompt"),
+    [(b"a", "a"), (b"a\n", "a"), (b"a\n\n", "a\n"), (b"\xef\xbb\xbfa\r\nb\r\n", "a\nb"), (b"", ""), (b"-", "-")],
+)
+def test_a_line_end_at_the_end_of_stdin_is_not_the_prompt_s(data, prompt):
+    code = "import command_line\ndef main(prompt: str): print(repr(prompt))\ncommand_line.run(main)"
+    for words in (["-"], ["--prompt=-"], ["--prompt", "-"]):
+        assert eval(run("-c", code, *words, input=data).stdout) == prompt
+
+
+def test_a_prompt_from_stdin_may_be_longer_than_an_argument():
+    prompt = "once upon a time there was " * 8000
+    result = fairytale("gpt2_kvcache.py", "-", "--n_tokens_to_generate", 3, input=prompt.encode())
+    tail = fairytale("gpt2_kvcache.py", prompt[len(prompt) // 2 :], "--n_tokens_to_generate", 3)
+    assert result.returncode == 0 and result.stdout == tail.stdout != b""
+
+
+def test_a_prompt_from_stdin_that_cannot_be_read_is_one_line(tmp_path):
+    arguments = ["--model_size", "124M", "--models_dir", tmp_path]
+    assert_refused(run("gpt2_kvcache.py", "-", *arguments, input=b"caf\xe9"), 2, "stdin isn't UTF-8 text: byte 3 is")
+    assert_refused(shell("$PY gpt2_kvcache.py - --model_size fairytale <&-"), 1, "stdin is closed")
 
 
 def on_a_terminal(arguments, until, then):
@@ -318,17 +381,12 @@ def on_a_terminal(arguments, until, then):
     process = subprocess.Popen(command, cwd=ROOT, stdin=slave, stdout=slave, stderr=subprocess.PIPE)
     os.close(slave)
     output, pieces = b"", 0
-    while True:
-        try:
-            data = os.read(master, 4096)
-        except OSError:  # the other end is closed
-            break
-        if not data:
-            break
-        output, pieces = output + data, pieces + 1
-        if len(output) >= until and then:
-            then(process)
-            then = None
+    with limit(process), contextlib.suppress(OSError):  # which is how reading says that the other end is closed
+        while data := os.read(master, 4096):
+            output, pieces = output + data, pieces + 1
+            if len(output) >= until and then:
+                then(process)
+                then = None
     os.close(master)
     return output.replace(b"\r\n", b"\n"), pieces, process.communicate()[1], process.returncode
 
@@ -339,31 +397,156 @@ def test_text_appears_on_a_terminal_as_it_is_written():
     assert output == expected + b"\n" and status == 0 and pieces > 3
 
 
-def test_ctrl_c_leaves_what_was_written_so_far_and_exits_130():
+@pytest.fixture
+def heeded_sigint():
+    """Processes that are started inherit an ignored SIGINT, as of a suite that a script runs in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+ENDINGS = [(signal.SIGINT, 130), (signal.SIGTERM, 143)]
+ENDLESS = ["Once upon a time", "--n_tokens_to_generate", "100000", "--model_size", "fairytale"]
+
+
+@pytest.fixture
+def start():
+    """A function that starts a script. It ends with the test, and after a minute in any case."""
+    with contextlib.ExitStack() as stack:
+
+        def start(*command, before=(), **options):
+            options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "env": ENVIRONMENT, **options}
+            process = subprocess.Popen([*before, sys.executable, *map(str, command)], cwd=ROOT, **options)
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            stack.enter_context(limit(process))
+            return process
+
+        yield start
+
+
+@contextlib.contextmanager
+def limit(process):
+    timer = threading.Timer(60, process.kill)
+    timer.start()
+    yield
+    timer.cancel()
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_a_signal_leaves_what_was_written_on_a_terminal(number, status, heeded_sigint):
     arguments = ["Once upon a time", "--n_tokens_to_generate", 100_000]
-    output, _, errors, status = on_a_terminal(arguments, 40, lambda process: process.send_signal(signal.SIGINT))
-    start = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
-    assert status == 130 and output.startswith(start) and b"Traceback" not in errors
+    output, _, errors, ended = on_a_terminal(arguments, 40, lambda process: process.send_signal(number))
+    expected = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
+    assert ended == status and output.startswith(expected) and len(errors.splitlines()) == 1
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_prints_what_was_written_so_far_into_a_pipe_too(script):
-    command = [
-        sys.executable,
-        script,
-        "Once upon a time",
-        "--n_tokens_to_generate",
-        "100000",
-        "--model_size",
-        "fairytale",
-    ]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process.stderr.readline()  # the line that names the model: loading is over
-    time.sleep(3)
+@pytest.mark.parametrize("script", [*SCRIPTS, "speculative.py"])
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_text_goes_to_a_pipe_as_it_is_written_and_stays_after_a_signal(script, number, status, heeded_sigint, start):
+    process = start(script, *ENDLESS)
+    output = b""
+    while len(output) < 40 and (data := os.read(process.stdout.fileno(), 8192)):
+        output += data
+    assert 0 < len(output) < 4096  # Python would keep 8,192 bytes together
+    process.send_signal(number)
+    rest, errors = process.communicate(timeout=60)
+    expected = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
+    assert process.returncode == status and (output + rest).startswith(expected) and len(errors.splitlines()) == 1
+
+
+def test_text_goes_to_a_file_as_it_is_written(tmp_path, start):
+    with open(tmp_path / "out", "wb") as file:
+        process = start("gpt2_kvcache.py", *ENDLESS, stdout=file)
+        wait_until(lambda: os.path.getsize(file.name) > 40)
+        assert os.path.getsize(file.name) < 4096
+        process.kill()
+        process.communicate(timeout=60)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_script_that_is_stopped_waits_for_no_reader(start):
+    def n_waiting():
+        return int.from_bytes(fcntl.ioctl(process.stdout, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+    code = "import command_line\ndef main():\n    while True: print('x' * 99, flush=True)\ncommand_line.run(main)"
+    process = start("-c", code)
+    wait_until(lambda: n_waiting() > 60_000)  # of 65,536 that fit
+    time.sleep(0.2)
+    process.terminate()
+    assert process.wait(timeout=20) == 143
+
+
+@pytest.mark.parametrize(("number", "status"), ENDINGS)
+def test_a_second_signal_does_not_break_off_what_cleans_up(number, status, heeded_sigint, start):
+    code = """
+import command_line, time
+def main():
+    try:
+        print("begun", flush=True)
+        time.sleep(60)
+    finally:
+        print("cleaning", flush=True)
+        time.sleep(0.3)
+        print("clean")
+command_line.run(main)
+"""
+    process = start("-c", code)
+    for line in (b"begun\n", b"cleaning\n"):
+        assert process.stdout.readline() == line
+        process.send_signal(number)
+    assert process.communicate(timeout=60) == (b"clean\n", b"") and process.returncode == status
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored(start):
+    command = [sys.executable, "gpt2_kvcache.py", *ENDLESS]
+    process = start("-c", f"import os, signal; signal.signal(2, signal.SIG_IGN); os.execv({command[0]!r}, {command})")
+    process.stdout.read(40)
     process.send_signal(signal.SIGINT)
-    output, errors = process.communicate(timeout=60)
-    start = fairytale("gpt2_kvcache.py", "Once upon a time", "--n_tokens_to_generate", 8).stdout
-    assert process.returncode == 130 and output.startswith(start) and errors == b""
+    process.stdout.read(400)
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or os.geteuid() != 0, reason="makes a container")
+def test_a_signal_ends_the_first_process_of_a_container(start):
+    """There a signal that nobody handles does nothing."""
+    container = start("gpt2_kvcache.py", *ENDLESS, before=["unshare", "-pf", "--kill-child"])
+    if not os.read(container.stdout.fileno(), 100):
+        pytest.skip(container.communicate()[1].decode())  # no right to
+    first = Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text()
+    os.kill(int(first), signal.SIGTERM)
+    _, errors = container.communicate(timeout=60)
+    assert container.returncode == 143 and len(errors.splitlines()) == 1
+
+
+def test_sigterm_stops_a_download_that_can_go_on_later(tmp_path, start):
+    with serving({name: bytes(50_000) for name in DOWNLOADED}) as store:
+        store.rate = 20_000
+        address = {"GPT2_BASE_URL": store.url, "NO_PROXY": "127.0.0.1"}
+        arguments = ["x", "--model_size", "124M", "--models_dir", tmp_path]
+        process = start("gpt2_kvcache.py", *arguments, env=ENVIRONMENT | address)
+        wait_until(lambda: store.sent > 5000)
+        process.terminate()
+        output, errors = process.communicate(timeout=60)
+    assert process.returncode == 143 and output == b"" and b"Traceback" not in errors
+    assert errors.splitlines()[-1] == b"gpt2: download stopped; the same command goes on from here"
+
+
+@pytest.mark.parametrize("moment", [0.02, 0.1, 0.2, 0.3, 0.4])
+def test_sigterm_ends_a_script_at_any_moment_of_its_start(moment, start):
+    process = start("gpt2_kvcache.py", *ENDLESS)
+    time.sleep(moment)
+    process.terminate()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM) and b"Traceback" not in errors  # both are 143 to a shell
 
 
 def test_streamed_characters_are_never_split():

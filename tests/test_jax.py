@@ -32,8 +32,9 @@ def params():
 
 @pytest.fixture
 def float64():
-    with jax.enable_x64(True):
-        yield
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)
 
 
 def test_logits_under_jit_equal_numpys(gpt2_jax):
