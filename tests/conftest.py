@@ -1,11 +1,15 @@
 """Fixtures that several test files share."""
 
-import shutil
-from importlib.metadata import files
-from pathlib import Path
+import os
 
-import pytest
-from folders import GOLDEN
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # on a busy machine two threads wait for each other, minutes long
+
+import shutil  # noqa: E402
+from importlib.metadata import files  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+from folders import GOLDEN  # noqa: E402
 
 
 @pytest.fixture(scope="session")
