@@ -190,8 +190,17 @@ def stop(number, frame):
     raise KeyboardInterrupt(number)
 
 
+def stop_again(dropped):
+    """For sys.unraisablehook: Python drops what is raised where an import ends or an object goes, so it comes again."""
+    if not isinstance(dropped.exc_value, KeyboardInterrupt):
+        return sys.__unraisablehook__(dropped)
+    signal.signal(signal.SIGALRM, lambda _, frame: stop(*dropped.exc_value.args, frame))
+    signal.setitimer(signal.ITIMER_REAL, 0.01)
+
+
 def attempt(main):
     """Calls main with the arguments of the command line, until a signal comes. -> exit status, message or None."""
+    sys.unraisablehook = stop_again
     try:
         on_stop_signals(stop)
         call = parse(main, sys.argv[1:])

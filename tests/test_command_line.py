@@ -504,6 +504,24 @@ command_line.run(main)
     assert process.communicate(timeout=60) == (b"clean\n", b"") and process.returncode == status
 
 
+def test_a_signal_in_a_callback_whose_exceptions_python_drops_ends_a_run_too(start):
+    code = """
+import command_line, os, signal, time, weakref
+def callback(_):
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.01)
+class Thing: pass
+def main():
+    thing = Thing()
+    reference = weakref.ref(thing, callback)
+    del thing
+    time.sleep(30)
+command_line.run(main)
+"""
+    process = start("-c", code)
+    assert process.communicate(timeout=60) == (b"", b"") and process.returncode == 143
+
+
 def test_a_signal_that_the_parent_ignores_stays_ignored(start):
     command = [sys.executable, "gpt2_kvcache.py", *ENDLESS]
     process = start("-c", f"import os, signal; signal.signal(2, signal.SIG_IGN); os.execv({command[0]!r}, {command})")
