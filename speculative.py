@@ -45,24 +45,28 @@ class Pass(NamedTuple):
     n_accepted: int
 
 
-def lookup(tokens, n):
-    """Up to n guesses: what followed the last place where the end of the sequence occurred before.
+def note(places, tokens, start):
+    """places, a dict, with each n-gram that ends at place start of the tokens or later -> the last place where it does.
+
+    Those that end at the last token aren't noted: nothing follows them yet. The dict grows as the text does, in place.
+    """
+    for end in range(max(start, 1), len(tokens)):
+        for length in range(SHORTEST_NGRAM, min(LONGEST_NGRAM, end) + 1):
+            places[tuple(tokens[end - length : end])] = end
+    return places
+
+
+def lookup(tokens, n, places):
+    """Up to n guesses: what followed the last place where the end of the sequence occurred before. places: see note.
 
     Of all such places the one with the longest match counts (LONGEST_NGRAM ... SHORTEST_NGRAM tokens), then the last.
     """
-    best, best_length = None, SHORTEST_NGRAM - 1
-    for end in range(len(tokens) - 1, 0, -1):
-        if tokens[end - 1] != tokens[-1]:
-            continue
-        length = 1
-        while length < min(LONGEST_NGRAM, end) and tokens[end - 1 - length] == tokens[-1 - length]:
-            length += 1
-        if length > best_length:
-            best, best_length = end, length
-        if length == LONGEST_NGRAM:
-            break
-    period = [] if best is None else tokens[best:]  # after the end of the text it begins again
-    return [period[i % len(period)] for i in range(n)] if period else []
+    for length in range(LONGEST_NGRAM, SHORTEST_NGRAM - 1, -1):
+        end = places.get(tuple(tokens[-length:]))
+        if end is not None:
+            period = len(tokens) - end  # after the end of the text it begins again
+            return [tokens[end + i % period] for i in range(n)]
+    return []
 
 
 def n_weights(params):
@@ -105,14 +109,15 @@ def by_lookup(pick=greedy):
     """
 
     def propose(tokens, start, n, state):
-        return lookup(tokens, n), None
+        places, n_noted = state or ({}, 0)
+        return lookup(tokens, n, note(places, tokens, n_noted)), (places, len(tokens))
 
     def verify(rows, guess, state):
         new = []
         for i, row in enumerate(rows):
             new.append(pick(row))
             if i == len(guess) or new[-1] != guess[i]:
-                return new, None
+                return new, state
 
     return Guesser(propose, verify, 0)
 
@@ -155,7 +160,7 @@ def accepted(rows, guess, drawn_from, to_distribution, rng):
         p = to_distribution(rows[i])  # [n_vocab]
         if rng.random() * q[token] >= p[token]:  # accepted with probability min(1, p / q)
             rest = np.maximum(p - q, 0)  # what q proposes too seldom; drawn from it, the token is as if from p
-            return [*guess[:i], draw(rest / rest.sum(), rng)]
+            return [*guess[:i], draw(rest, rng)]
     return [*guess, draw(to_distribution(rows[len(guess)]), rng)]
 
 

@@ -18,7 +18,7 @@ import gpt2
 import gpt2_kvcache
 import speculative
 from sampling import chooser, greedy, sampler
-from speculative import Guesser, by_draft, by_lookup, check_draft, how_many, lookup, n_weights, passes, stream
+from speculative import Guesser, by_draft, by_lookup, check_draft, how_many, lookup, n_weights, note, passes, stream
 from utils import load_encoder_hparams_and_params
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -198,13 +198,35 @@ def test_sampled_frequencies_cannot_be_told_from_plain_ones(monkeypatch, quality
     assert share > 0.99 if quality == "good" else 0.05 < share < 0.95
 
 
+def looked_up(tokens, n):
+    return lookup(tokens, n, note({}, tokens, 0))
+
+
 def test_lookup_finds_what_followed_the_longest_and_then_the_last_match():
+    lookup = looked_up
     assert lookup([1, 2, 3, 9, 1, 2, 3], 2) == [9, 1]
     assert lookup([1, 2, 3, 4, 2, 3, 5, 2, 3], 1) == [5]
     assert lookup([1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3], 1) == [4]
     assert lookup([7, 7, 7, 7], 3) == [7, 7, 7]
     assert lookup([1, 2, 1, 2, 1], 4) == [2, 1, 2, 1]
     assert lookup([1, 2, 3, 4], 3) == lookup([3, 1, 2, 3], 3) == lookup([1], 3) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.integers(1, 9))
+def test_lookup_with_places_noted_as_the_text_grows_is_a_search_of_the_whole_text(tokens, step):
+    places, n_noted = {}, 0
+    for n in [*range(1, len(tokens), step), len(tokens)]:
+        text = tokens[:n]
+        places, n_noted = note(places, text, n_noted), n
+        found = [
+            (length, end)
+            for length in range(2, 7)
+            for end in range(length, n)
+            if text[:end][-length:] == text[-length:]
+        ]
+        end = max(found)[1] if found else None
+        assert lookup(text, 4, places) == [text[end + i % (n - end)] for i in range(4 if found else 0)]
 
 
 def test_no_guess_is_made_where_none_pays():
