@@ -127,7 +127,8 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
     """Yields a list of new ids for each request, in order. At most batch_size run at once; the next joins as one ends.
 
     requests: pairs (inputs, pick), token ids and a function logits [n_vocab] -> token id. Every request gets the ids
-    that gpt2.generate and gpt2_kvcache.generate give it alone. end_of_text: an id, a tuple of ids, or None.
+    that gpt2.generate and gpt2_kvcache.generate give it alone, but for rounding where two ids are all but equal.
+    end_of_text: an id, a tuple of ids, or None.
     """
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     at_least(1, batch_size=batch_size)

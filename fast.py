@@ -1,8 +1,8 @@
-"""Some of gpt2.py's functions, computed faster. No idea of a cache is in here.
+"""Some of gpt2.py's functions, computed faster. Nothing here knows a cache: attention just gets all keys and values.
 
-- Steps between two products work in place and a few rows at a time: these stay in a core's own cache, which is several
-  times as fast as memory. What a formula says twice is computed once.
-- Scores of keys that come after the query are never computed.
+- Steps between two products change their own temporaries, a few rows at a time: these stay in a core's own cache, which
+  is several times as fast as memory. What a formula says twice is computed once.
+- Most scores of keys that come after the query aren't computed.
 - Logits of 2 to 32 rows take the rows of wte as they lie in memory, as the left factor. As the right one BLAS copies
   wte into an order of its own first, which is most of the work: two thirds of the time are left for 2 rows, four
   fifths for 16. (The blocks' own matrices are best left to a plain product.)
@@ -20,7 +20,7 @@ FEW_ROWS, WTE_ROWS = 32, 2048  # up to so many rows of logits take so many rows 
 
 
 def gelu(x):
-    """gpt2.gelu, in place: sqrt(2 / pi) (x + 0.044715 x^3) is x (a + b x^2)."""
+    """gpt2.gelu with two temporaries: sqrt(2 / pi) (x + 0.044715 x^3) is x (a + b x^2)."""
     u = x * x
     u *= math.sqrt(2 / math.pi) * 0.044715
     u += math.sqrt(2 / math.pi)
@@ -33,7 +33,7 @@ def gelu(x):
 
 
 def layer_norm(x, g, b, eps=1e-5):
-    """gpt2.layer_norm, in place: the variance is the mean square of what is left without the mean."""
+    """gpt2.layer_norm with one temporary: the variance is the mean square of what is left without the mean."""
     n_embd = x.shape[-1]
     x = x - x.sum(axis=-1, keepdims=True) / n_embd
     variance = np.vecdot(x, x)[..., None] / n_embd  # [n_seq, 1]
@@ -92,7 +92,7 @@ def causal_attention(q, k, v):
     if n_q == 1:
         return weighted(q @ k.transpose(0, 2, 1), v)  # [n_head, 1, n_seq]
     heads = np.empty_like(q)  # [n_head, n_q, d_head]
-    hidden = np.triu(np.full((N_QUERIES, N_QUERIES), -np.inf, np.float32), 1)
+    mask = np.triu(np.full((N_QUERIES, N_QUERIES), -np.inf, np.float32), 1)
     for i in range(0, n_q, N_QUERIES):
         n = min(N_QUERIES, n_q - i)
         n_seen = n_seq - n_q + i + n
@@ -100,7 +100,7 @@ def causal_attention(q, k, v):
         for h in range(0, n_head, step):
             some = slice(h, h + step)
             scores = q[some, i : i + n] @ k[some, :n_seen].transpose(0, 2, 1)  # [n_some, n, n_seen]
-            scores[:, :, -n:] += hidden[:n, :n]
+            scores[:, :, -n:] += mask[:n, :n]
             heads[some, i : i + n] = weighted(scores, v[some, :n_seen])
     return heads
 

@@ -50,7 +50,7 @@ def merge_heads(x):
 
 def attention(q, k, v, mask):
     """q: [n_head, n_q, d_head], k, v: [n_head, n_k, d_head], mask: [n_q, n_k], -inf where q may not see k -> as q."""
-    scores = q / math.sqrt(q.shape[-1]) @ k.transpose(0, 2, 1) + mask  # [n_head, n_q, n_k]
+    scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(0, 2, 1) + mask  # [n_head, n_q, n_k]
     return softmax(scores) @ v  # [n_head, n_q, n_k] @ [n_head, n_k, d_head] -> [n_head, n_q, d_head]
 
 

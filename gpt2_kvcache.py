@@ -16,7 +16,7 @@ PREFILL_CHUNK = 512  # tokens of a prompt that one call runs (docs/kv_cache.md, 
 
 
 def attend(qkv, n_head, kvcache=None, n_out=None):
-    """Attention of new tokens over the cached positions and themselves. qkv: [n_new, 3*n_embd], what c_attn gives.
+    """Attention of new tokens: token i sees keys up to n_past + i. qkv: [n_new, 3*n_embd], what c_attn gives.
 
     kvcache: one block's entry. -> rows of the last n_out tokens [n_out, n_embd], the entry with n_new more positions.
     """
@@ -80,7 +80,7 @@ def seen(tokens, kvcache, n_ctx):
     It is of none when the window has moved, to fewer tokens than were cached: each then stands at another position.
     """
     window = tokens[window_start(len(tokens), n_ctx) :]
-    return window, kvcache if cached_length(kvcache) < len(window) else None
+    return window, (kvcache if cached_length(kvcache) < len(window) else None)
 
 
 def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_text=None, kvcache=None):
@@ -91,9 +91,9 @@ def stream(inputs, params, n_head, n_tokens_to_generate, pick=greedy, end_of_tex
     tokens, n_ctx = checked_tokens(inputs, len(params["wte"])), len(params["wpe"])
     for _ in range(n_tokens_to_generate):
         window, kvcache = seen(tokens, kvcache, n_ctx)
-        n_room = min(len(window) + n_tokens_to_generate, n_ctx)
-        logits, kvcache = prefill(window, params, n_head, kvcache or empty_cache(params["blocks"], n_head, n_room))
-        token = pick(finite(logits, layers(window, **params, n_head=n_head)))
+        kvcache = kvcache or empty_cache(params["blocks"], n_head, min(len(window) + n_tokens_to_generate, n_ctx))
+        logits, kvcache = prefill(window, params, n_head, kvcache)  # after the first step: of one token
+        token = pick(finite(logits, layers(window, **params, n_head=n_head)))  # layers run only if logits aren't finite
         if is_end(token, end_of_text):
             return
         tokens.append(token)

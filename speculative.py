@@ -19,11 +19,11 @@ from gpt2_kvcache import gpt2, prefill, seen
 from kvcache import cached_length, truncate
 from sampling import at_least, check_settings, checked_tokens, chooser, draw, finite, greedy, is_end, sampler
 
-# What a pass over so many tokens costs, in passes over one: 124M's shape, 256 tokens cached, two cores, NumPy 2.4's
-# OpenBLAS, medians of 21 rounds. Two rows take a matrix product, where one takes a vector product that runs at the
-# speed of memory; after that, rows are cheap, and 8 or 16 of them cheaper than a few less.
+# What a pass over so many tokens costs, in passes over one, as bench.py measures it: 124M's shape, 256 tokens cached,
+# two cores, OpenBLAS's SkylakeX kernels. Two rows take a matrix product, where one takes a vector product that runs at
+# the speed of memory; after that, rows are cheap, and 8 or 16 of them cheaper than a few less.
 COST_TOKENS = (1, 2, 4, 5, 7, 8, 9, 15, 16, 17, 24, 32)
-COST = (1.0, 2.14, 2.37, 2.82, 2.91, 2.55, 2.85, 3.6, 3.0, 3.42, 3.75, 4.13)
+COST = (1.0, 2.01, 2.05, 2.41, 2.67, 2.4, 2.67, 3.34, 2.95, 3.26, 3.75, 4.41)
 LONGEST_NGRAM, SHORTEST_NGRAM = 6, 2
 KEPT = 0.85  # how much of the estimated acceptance stays when a guess has held or not
 IDLE_PASSES = 64  # after so many passes without a guess, one is tried where guesses cost something
@@ -71,8 +71,8 @@ def lookup(tokens, n, places):
 
 def n_weights(params):
     """The number of weights that a pass reads: all but wpe, of which it reads a row."""
-    layers = (layer for block in params["blocks"] for part in ("attn", "mlp") for layer in block[part].values())
-    return params["wte"].size + sum(layer["w"].size for layer in layers)
+    linears = (linear for block in params["blocks"] for part in ("attn", "mlp") for linear in block[part].values())
+    return params["wte"].size + sum(linear["w"].size for linear in linears)
 
 
 def how_many(acceptance, n_most, cost_of_a_guess=0.0):
