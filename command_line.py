@@ -170,10 +170,14 @@ def ask_fire(main, arguments, name="", call=lambda **texts: None):
     command.__doc__ += "\n\nArgs:\n" + "".join(f"    {name}: {ARGUMENTS[name]}\n" for name in parameters)
     fire.decorators.SetParseFn(str)(command)
     screen = io.StringIO()
-    with contextlib.suppress(fire.core.FireExit), contextlib.redirect_stderr(screen):
-        with contextlib.redirect_stdout(io.StringIO()):  # no terminal, so no pager
+    try:
+        with contextlib.redirect_stderr(screen), contextlib.redirect_stdout(io.StringIO()):  # no terminal, so no pager
             # fire ends the arguments of a call at a lone "-"; here that is a text, so another sign is named
             fire.Fire(command, [*arguments, "--", "--separator=\0"], name=name)
+    except fire.core.FireExit:
+        pass
+    except fire.core.FireError as error:  # one that it forgets to explain: a letter that two arguments begin with
+        return f"ERROR: {error}"
     return screen.getvalue()
 
 

@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from store import serving
 
@@ -69,6 +69,7 @@ def as_fire_reads(main, arguments):
     st.sampled_from([gpt2_kvcache.main, speculative.main, bench.main, batch.main]),
     st.lists(st.sampled_from([*WORDS.split("|"), *ODD]) | st.text(WRITABLE, max_size=4), max_size=6),
 )
+@example(batch.main, ["--help", "-n"])
 @settings(deadline=None, max_examples=800)
 def test_what_fire_accepts_is_read_as_fire_reads_it_and_all_else_is_explained(main, arguments):
     try:
