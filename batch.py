@@ -98,12 +98,13 @@ def sequences(requests, params, n_head, n_more):
     for index, ((inputs, pick), following) in enumerate(itertools.pairwise(itertools.chain(requests, [([], None)]))):
         tokens = checked_tokens(inputs, n_vocab)
         window, _ = seen(tokens, None, n_ctx)
-        n = n_alike(window, trunk)
-        if n == 0:
-            n = n_alike(window, seen(list(following[0]), None, n_ctx)[0])
-            trunk, kvcache = window[:n], None
-        if n and kvcache is None:
-            kvcache = with_prompt([*trunk, 0], None, params, n_head, n_left=1, n_more=len(window) - n + n_more)
+        n, n_next = n_alike(window, trunk), n_alike(window, seen(list(following[0]), None, n_ctx)[0])
+        if n_next > n:  # more of it is shared with the next one than with those before
+            known = truncate(kvcache, n) if n else None
+            n, trunk = n_next, window[:n_next]
+            kvcache = with_prompt([*trunk, 0], known, params, n_head, n_left=1, n_more=len(window) - n + n_more)
+        elif n == 0:
+            trunk, kvcache = [], None
         yield Sequence(index, len(tokens), tokens, pick, truncate(kvcache, n) if n else None)
 
 
@@ -126,6 +127,8 @@ def step(running, params, n_head, n_more):
 def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=None, batch_size=16):
     """Yields a list of new ids for each request, in order. At most batch_size run at once; the next joins as one ends.
 
+    One request more than run is read, to see how much of its prompt it shares.
+
     requests: pairs (inputs, pick), token ids and a function logits [n_vocab] -> token id. Every request gets the ids
     that gpt2.generate and gpt2_kvcache.generate give it alone, but for rounding where two ids are all but equal.
     end_of_text: an id, a tuple of ids, or None.
@@ -133,7 +136,7 @@ def stream_batch(requests, params, n_head, n_tokens_to_generate, end_of_text=Non
     at_least(0, n_tokens_to_generate=n_tokens_to_generate)
     at_least(1, batch_size=batch_size)
     if n_tokens_to_generate == 0:
-        yield from ([] for _ in requests)
+        yield from ([] for inputs, _ in requests if checked_tokens(inputs, len(params["wte"])))
         return
     waiting, running = sequences(requests, params, n_head, n_tokens_to_generate), []
     ended, n_yielded = {}, 0

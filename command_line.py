@@ -14,6 +14,7 @@ import signal
 import sys
 import time
 import warnings
+import weakref
 
 EVERY = 0.02  # a flush for every token of the bundled model would cost 1 to 2 % of its time
 
@@ -191,20 +192,21 @@ def on_stop_signals(handler):
 def stop(number, frame):
     """Ends a run from anywhere in it. A second signal (`timeout` sends two) doesn't break off what cleans up."""
     on_stop_signals(signal.SIG_IGN)
-    raise KeyboardInterrupt(number)
+    raise interruption(number)
 
 
-def stop_again(dropped):
-    """For sys.unraisablehook: Python drops what is raised where an import ends or an object goes, so it comes again."""
-    if not isinstance(dropped.exc_value, KeyboardInterrupt):
-        return sys.__unraisablehook__(dropped)
-    signal.signal(signal.SIGALRM, lambda _, frame: stop(*dropped.exc_value.args, frame))
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
+def interruption(number):
+    """A KeyboardInterrupt that is raised again if it is lost: Python drops what is raised where an import ends, say."""
+    stopped = KeyboardInterrupt(number)
+    stopped.life = lambda: None
+    weakref.finalize(stopped.life, signal.setitimer, signal.ITIMER_REAL, 0.01).atexit = False
+    signal.signal(signal.SIGALRM, lambda _, frame: stop(number, frame))
+    return stopped
 
 
 def attempt(main):
     """Calls main with the arguments of the command line, until a signal comes. -> exit status, message or None."""
-    sys.unraisablehook = stop_again
+    sys.unraisablehook = lambda lost: isinstance(lost.exc_value, KeyboardInterrupt) or sys.__unraisablehook__(lost)
     try:
         on_stop_signals(stop)
         call = parse(main, sys.argv[1:])
@@ -212,6 +214,7 @@ def attempt(main):
             call.keywords["prompt"] = read_input("-").removesuffix("\n")
         call()
     except KeyboardInterrupt as stopped:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)  # it isn't lost
         return 128 + (stopped.args or [signal.SIGINT])[0], None
     except (ValueError, OSError, MemoryError, FloatingPointError) as error:
         message = " ".join(str(error).split()) or type(error).__name__

@@ -81,7 +81,7 @@ def how_many(acceptance, n_most, cost_of_a_guess=0.0):
     acceptance: the share of guesses that held lately. k guesses give 1 + a + ... + a^k tokens on average (Leviathan et
     al., equation 1). cost_of_a_guess: in passes of the model over one token.
     """
-    k = np.arange(n_most + 1)
+    k = np.arange(min(n_most, COST_TOKENS[-1] - 1) + 1)  # what more of them cost isn't known
     tokens = np.cumsum(acceptance**k)
     return int((tokens / (np.interp(k + 1, COST_TOKENS, COST) + k * cost_of_a_guess)).argmax())
 

@@ -84,6 +84,25 @@ def test_prompts_that_begin_alike_run_their_beginning_once(monkeypatch):
     assert sum(n_run) == 2 * (50 + 3 + 1 + 7 + 40 + 1 + 1 + 60)  # two blocks
 
 
+def test_samples_of_prompts_that_begin_alike_run_each_prompt_once(monkeypatch):
+    params, shots, n_run = random_params(n_ctx=128), random_tokens(50), []
+    prompts = [[*shots, *random_tokens(40, seed=n)] for n in (1, 2) for _ in range(5)]
+    expected = [gpt2.generate(p, params, N_HEAD, 20) for p in prompts[::5]]
+    for module in (batch, gpt2_kvcache):
+        extended = module.extend
+        monkeypatch.setattr(module, "extend", lambda entry, kv, f=extended: n_run.append(kv.shape[2]) or f(entry, kv))
+    new = list(batch.stream_batch([(p, greedy) for p in prompts], params, N_HEAD, 20))
+    assert new == [expected[0]] * 5 + [expected[1]] * 5
+    n_run.clear()
+    list(batch.stream_batch([(p, greedy) for p in prompts], params, N_HEAD, 1))
+    assert sum(n_run) <= 2 * (50 + 40 + 40 + 10)
+
+
+def test_no_tokens_to_write_are_no_reason_to_take_any_prompt():
+    with pytest.raises(ValueError, match="id 50"):
+        list(batch.stream_batch([([50], greedy)], PARAMS, N_HEAD, 0))
+
+
 def test_a_step_reads_the_weights_once_for_all(monkeypatch):
     """So does the first one, whose rows are all tokens of these short prompts."""
     rows, real = [], batch.linear

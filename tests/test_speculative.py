@@ -234,6 +234,7 @@ def test_no_guess_is_made_where_none_pays():
     assert how_many(0.95, 8) == 7 and how_many(0.99, 15) == 15  # 8 or 16 rows: what a product likes
     assert how_many(1.0, 1) == 0  # one token more for more than twice the time
     assert how_many(0.9, 8, cost_of_a_guess=1.0) == 0
+    assert how_many(0.999, 300) == 31  # the table ends at 32 rows
 
 
 def test_passes_are_saved_where_the_text_repeats(monkeypatch):
