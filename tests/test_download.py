@@ -571,6 +571,7 @@ def test_after_sigkill_at_20_random_moments_the_next_run_brings_just_the_rest(st
         os.kill(pid, signal.SIGKILL)
         print(file=forker.stdin, flush=True)
         assert forker.stdout.readline() == "ended\n"
+        time.sleep(0.05)  # so that the store has noted what the killed one asked for last
         before = content(tmp_path / str(i) / "355M")
         store.rate = None
         store.asked.clear()
