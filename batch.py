@@ -102,7 +102,8 @@ def sequences(requests, params, n_head, n_more):
         if n_next > n:  # more of it is shared with the next one than with those before
             known = truncate(kvcache, n) if n else None
             n, trunk = n_next, window[:n_next]
-            kvcache = with_prompt([*trunk, 0], known, params, n_head, n_left=1, n_more=len(window) - n + n_more)
+            whole = [*trunk, window[n]]  # with_prompt leaves the last token out
+            kvcache = with_prompt(whole, known, params, n_head, n_left=1, n_more=len(window) - n + n_more)
         elif n == 0:
             trunk, kvcache = [], None
         yield Sequence(index, len(tokens), tokens, pick, truncate(kvcache, n) if n else None)

@@ -71,7 +71,7 @@ def with_bar(items, total, unit):
 def write_text(tokens, encoder, n_tokens):
     """Writes the text of an iterator of token ids to stdout, each character as soon as its last byte is there.
 
-    A pipe or a file gets it within EVERY seconds. -> the number of tokens that there were.
+    A pipe or file gets it with the first token that comes EVERY seconds after it last got some. -> how many there were.
     """
     on_screen = sys.stdout.isatty()
     decoder = codecs.getincrementaldecoder("utf-8")("replace")

@@ -53,7 +53,8 @@ def perplexity(loss):
 def main(file: str, model_size: str = None, models_dir: str = None):
     """Print how many bits a model needs for each byte of a text file, and its perplexity per token.
 
-    Documents in the file may be separated by lines <|endoftext|>; these count as tokens to predict, not as bytes.
+    Documents in the file may be separated by lines <|endoftext|>. Of several, each has it as its last token to predict,
+    one alone hasn't; it never counts as bytes.
     """
     documents = [text for text in re.split(rf"\n?^{re.escape(END_OF_TEXT)}$\n?", read_input(file), flags=re.M) if text]
     n_bytes = sum(len(text.encode()) for text in documents)
